@@ -1,0 +1,73 @@
+"""One cell of a sweep: all groups together, with the checks that need more than one of them."""
+
+from dataclasses import dataclass, field
+
+from rayzero.config.checks import divisors, fit
+from rayzero.config.cluster import ClusterConfig
+from rayzero.config.data import Batching, DataConfig, batching_of
+from rayzero.config.engine import EngineConfig
+from rayzero.config.model import ModelConfig
+from rayzero.config.optimizer import OptimizerConfig
+from rayzero.config.parallel import Grid, ParallelConfig, grid_of
+from rayzero.config.precision import PrecisionConfig
+from rayzero.config.run import ExperimentConfig, RunConfig, TrackingConfig
+from rayzero.config.zero import OffloadConfig, Place, ZeroConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellGroups:
+    """All groups of a cell, each valid by itself."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    experiment: ExperimentConfig = field(default_factory=ExperimentConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellConfig(CellGroups):
+    """Groups that also fit together: everything one cell needs; equal configs ask the same."""
+
+    def __post_init__(self) -> None:
+        if self.model.factory is None:
+            self._check_transformer()
+        fit(
+            self.offload.params is Place.NONE or self.zero.stage == 3,
+            f"offload.params={self.offload.params.value} needs stage=3, "
+            f"found stage={self.zero.stage}: only stage 3 shards parameters",
+        )
+
+    def _check_transformer(self) -> None:
+        tp, model = self.parallel.tp, self.model
+        for key, number in (
+            ("num_heads", model.num_heads),
+            ("num_kv_heads", model.kv_heads),
+            ("vocab_size", model.vocab_size),
+            ("ffn_hidden", model.ffn),
+        ):
+            fit(
+                number % tp == 0,
+                f"parallel.tp={tp} does not divide model.{key}={number}; "
+                f"allowed here: {', '.join(map(str, divisors(number)))}",
+            )
+        fit(
+            self.data.seq_len <= model.max_seq_len,
+            f"data.seq_len={self.data.seq_len} is above model.max_seq_len={model.max_seq_len}; "
+            "shorten the one or raise the other",
+        )
+
+    def grid(self, world: int) -> Grid:
+        """Lay out `world` ranks; raise CombinationError where degrees do not divide."""
+        return grid_of(self.parallel, world)
+
+    def batching(self, world: int) -> Batching:
+        """Cut the global batch for `world` ranks; CombinationError where it does not divide."""
+        return batching_of(self.data, self.grid(world).dp)
