@@ -1,0 +1,1 @@
+"""Process group, mesh, and the only door to collectives."""

@@ -1,0 +1,1 @@
+"""Who owns which elements: units, flats, buckets, spans and padding, in integers only."""

@@ -1,0 +1,66 @@
+"""Cut parameters into flats: by buckets where parameters stay whole, by units where they are sharded."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from rayzero.layout.spec import FlatLayout, ParamSpec, Slot, Span
+
+Key = tuple[str, str, int, bool]
+
+
+def plan_buckets(
+    specs: Sequence[ParamSpec], *, shards: int, bucket_elements: int
+) -> tuple[FlatLayout, ...]:
+    """Fill flats of at most bucket_elements, last parameter first, as backward produces gradients.
+
+    A parameter larger than a bucket gets a flat of its own. Flats are numbered by their first
+    (that is, last registered) parameter, so that index order is about the order of arrival.
+    """
+    open_flats: dict[Key, list[ParamSpec]] = {}
+    order: list[list[ParamSpec]] = []
+    for spec in reversed(specs):
+        key = _key(replace(spec, unit=""))
+        members = open_flats.get(key)
+        if members is None or _numel(members) + spec.numel > bucket_elements:
+            members = open_flats[key] = []
+            order.append(members)
+        members.append(spec)
+    return _number(([replace(s, unit="") for s in members] for members in order), shards)
+
+
+def plan_units(specs: Sequence[ParamSpec], *, shards: int) -> tuple[FlatLayout, ...]:
+    """Make the flats of each unit, last unit first, as backward finishes them."""
+    flats: dict[Key, list[ParamSpec]] = {}
+    for spec in reversed(specs):
+        flats.setdefault(_key(spec), []).insert(0, spec)
+    return _number(flats.values(), shards)
+
+
+def _key(spec: ParamSpec) -> Key:
+    return (spec.unit, spec.dtype, spec.group, spec.trained)
+
+
+def _numel(specs: Iterable[ParamSpec]) -> int:
+    return sum(s.numel for s in specs)
+
+
+def _number(groups: Iterable[Sequence[ParamSpec]], shards: int) -> tuple[FlatLayout, ...]:
+    return tuple(_flat(index, group, shards) for index, group in enumerate(groups))
+
+
+def _flat(index: int, specs: Sequence[ParamSpec], shards: int) -> FlatLayout:
+    ordered = sorted(specs, key=lambda s: s.tp is not None)
+    slots, start = [], 0
+    for spec in ordered:
+        slots.append(Slot(spec=spec, span=Span(start=start, stop=start + spec.numel)))
+        start += spec.numel
+    first = specs[0]
+    return FlatLayout(
+        index=index,
+        unit=first.unit,
+        dtype=first.dtype,
+        group=first.group,
+        trained=first.trained,
+        slots=tuple(slots),
+        shards=shards,
+    )

@@ -1,0 +1,35 @@
+"""Elements one rank sends in a collective; what the paper counts as (N-1)/N of the buffer."""
+
+from rayzero.layout.spec import Span
+
+
+SWAP_ELEMENTS = 1 << 20
+"""Two ranks all-reduce up to this size by swapping whole buffers: the same bytes in one round."""
+
+
+def swaps(elements: int, *, ranks: int) -> bool:
+    """Whether a pairwise all-reduce swaps whole buffers, at twice the scratch."""
+    return ranks == 2 and elements <= SWAP_ELEMENTS
+
+
+def chunk(elements: int, *, ranks: int, index: int) -> Span:
+    """Return the part of a buffer that rank `index` sums in an all-reduce of any length."""
+    size = -(-elements // ranks)
+    start = min(index * size, elements)
+    return Span(start=start, stop=min(start + size, elements))
+
+
+def gathered(elements: int, *, ranks: int) -> int:
+    """All-gather or reduce-scatter of a buffer that `ranks` divides: (N-1)/N of it."""
+    return elements // ranks * (ranks - 1)
+
+
+def all_reduced(elements: int, *, ranks: int, index: int) -> int:
+    """All-reduce as reduce-scatter + all-gather: 2 (N-1)/N of the buffer where N divides it."""
+    own = chunk(elements, ranks=ranks, index=index).elements
+    return (elements - own) + own * (ranks - 1)
+
+
+def broadcast(elements: int, *, ranks: int, index: int) -> int:
+    """Broadcast from rank 0, which alone sends, once to each other rank."""
+    return elements * (ranks - 1) if index == 0 else 0

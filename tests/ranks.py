@@ -1,0 +1,157 @@
+"""A shared pool of gloo ranks: spawned once, called by function, killed and rebuilt after any failure.
+
+A test calls `ranks(n)(function, *args)`; the function is module-level, gets a RankContext first and
+runs on every rank with an initialised process group. Results come back by rank. Each call has a hard
+deadline; when it fires, every rank's last line of waiting is printed.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+DEADLINE_S = 60.0
+GLOO_TIMEOUT_S = 20.0
+
+
+@dataclass
+class RankContext:
+    """What a function on a rank needs to know."""
+
+    rank: int
+    world: int
+    meshes: dict[tuple[int, int, int], Any] = field(default_factory=dict)
+
+    def mesh(self, *, replicate: int = 1, shard: int | None = None, tp: int = 1) -> Any:
+        """Return the mesh of these degrees, built once per pool."""
+        from rayzero.dist.mesh import build_mesh
+
+        shard = self.world // (replicate * tp) if shard is None else shard
+        key = (replicate, shard, tp)
+        if key not in self.meshes:
+            self.meshes[key] = build_mesh("cpu", replicate=replicate, shard=shard, tp=tp)
+        return self.meshes[key]
+
+
+class RankError(AssertionError):
+    """A rank raised, died or hung; the text holds every rank's story."""
+
+
+class Pool:
+    """`world` processes with one gloo group for life."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def __call__(
+        self, function: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S
+    ) -> list[Any]:
+        """Run function(context, *args) on all ranks; return results by rank."""
+        if not self._processes:
+            self._start()
+        message = pickle.dumps((function, args))
+        for pipe in self._pipes:
+            pipe.send_bytes(message)
+        results = self._collect(time.monotonic() + deadline_s)
+        bad = {r: v for r, (ok, v) in results.items() if not ok}
+        for rank in range(self.world):
+            if rank not in results:
+                dead = not self._processes[rank].is_alive()
+                code = self._processes[rank].exitcode
+                bad[rank] = f"died with exit code {code}" if dead else "no answer by the deadline"
+        if bad:
+            self.close()
+            stories = "\n".join(f"--- rank {r}\n{text}" for r, text in sorted(bad.items()))
+            raise RankError(f"{function.__name__} failed on {sorted(bad)}\n{stories}")
+        return [results[r][1] for r in range(self.world)]
+
+    def close(self) -> None:
+        """Kill the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _collect(self, deadline: float) -> dict[int, tuple[bool, Any]]:
+        results: dict[int, tuple[bool, Any]] = {}
+        while len(results) < self.world and time.monotonic() < deadline:
+            open_pipes = {p: r for r, p in enumerate(self._pipes) if r not in results}
+            for pipe in wait(list(open_pipes), timeout=0.2):
+                rank = open_pipes[pipe]
+                try:
+                    results[rank] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, OSError):
+                    self._processes[rank].join(1)
+                    results[rank] = (False, f"died: exit code {self._processes[rank].exitcode}")
+            if any(not ok for ok, _ in results.values()):
+                deadline = min(deadline, time.monotonic() + 1.0)
+        return results
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "rayzero.dist.comm"])
+        folder = tempfile.mkdtemp(prefix="rayzero-ranks-")
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, self.world, theirs, folder), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+
+def _serve(rank: int, world: int, pipe: Connection, folder: str) -> None:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(os.path.join(folder, "store"), world)
+    timeout = timedelta(seconds=GLOO_TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    context = RankContext(rank=rank, world=world)
+    while True:
+        try:
+            function, args = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return
+        torch.manual_seed(0)
+        try:
+            answer = (True, function(context, *args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        with contextlib.suppress(OSError):
+            pipe.send_bytes(pickle.dumps(answer))
+
+
+class Pools:
+    """The pools of a test session, by number of ranks."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Pool] = {}
+
+    def __call__(self, world: int) -> Pool:
+        """Return the pool of this many ranks."""
+        if world not in self._pools:
+            self._pools[world] = Pool(world)
+        return self._pools[world]
+
+    def close(self) -> None:
+        """Kill all pools."""
+        for pool in self._pools.values():
+            pool.close()
