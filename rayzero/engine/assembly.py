@@ -1,0 +1,127 @@
+"""Put an engine's parts together: flats over the module, a stage, an optimizer, starting values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rayzero.dist.comm import Communicator
+from rayzero.engine import build
+from rayzero.engine.arrivals import Arrivals
+from rayzero.engine.flats import Flat
+from rayzero.engine.optimizer import FlatOptimizer, OptimizerFactory
+from rayzero.engine.options import PrecisionOptions, ZeroOptions
+from rayzero.engine.replicated import Replicated
+from rayzero.engine.stage import Stage, StageParts
+from rayzero.engine.values import Initializer, Values, off_meta, settle_buffers
+from rayzero.engine.zero1 import Zero1
+from rayzero.engine.zero2 import Zero2
+from rayzero.engine.zero3 import Zero3
+from rayzero.layout.spec import Span, TpShard
+
+STAGES = (Replicated, Zero1, Zero2, Zero3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What the engine's user chose; see ZeroEngine for each."""
+
+    optimizer: OptimizerFactory
+    param_groups: build.GroupsFactory | None
+    zero: ZeroOptions
+    precision: PrecisionOptions
+    tensor_parallel: Mapping[str, TpShard]
+    initialize: Initializer | None
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    """The parts of one engine. trained + frozen = flats."""
+
+    module: nn.Module
+    comm: Communicator
+    device: torch.device
+    flats: list[Flat]
+    trained: list[Flat]
+    frozen: list[Flat]
+    stage: Stage
+    arrivals: Arrivals
+    optimizer: FlatOptimizer
+    unit_uses: Mapping[str, int]
+    """How many modules use each unit in one forward (stage 3)."""
+
+
+def assemble(module: nn.Module, comm: Communicator, choices: Choices) -> Assembly:
+    """Take the module over: its parameters become views into flats, with rank 0's values."""
+    device = _device(comm.device_type)
+    given = off_meta(module, device)
+    parameters = dict(module.named_parameters())
+    groups = build.read_groups(parameters, choices.param_groups)
+    zero, precision = choices.zero, choices.precision
+    units = build.stage_units(module, zero)
+    specs = build.specs_of(
+        parameters,
+        groups,
+        precision=precision,
+        units=units,
+        tensor_parallel=choices.tensor_parallel,
+    )
+    # The values in hand outlive the parameters, which are about to point into flats.
+    held = {n: nn.Parameter(p.detach(), requires_grad=False) for n, p in given.items()}
+    values = Values(module, held, comm=comm, initialize=choices.initialize, seed=choices.seed)
+    layouts = build.plan(specs, zero, shards=comm.size("shard"))
+    flats = build.make_flats(
+        layouts, parameters, precision=precision, comm=comm, sharded=zero.stage == 3, device=device
+    )
+    trained = [flat for flat in flats if flat.layout.trained]
+    arrivals = Arrivals(trained)
+    stage = STAGES[zero.stage](
+        StageParts(
+            module=module,
+            flats=flats,
+            trained=trained,
+            comm=comm,
+            zero=zero,
+            units=units,
+            device=device,
+            in_backward=lambda: arrivals.is_open,
+            is_final=arrivals.is_final,
+        )
+    )
+    assembly = Assembly(
+        module=module,
+        comm=comm,
+        device=device,
+        flats=flats,
+        trained=trained,
+        frozen=[flat for flat in flats if not flat.layout.trained],
+        stage=stage,
+        arrivals=arrivals,
+        optimizer=FlatOptimizer(choices.optimizer, groups.settings, trained, stage.part),
+        unit_uses=build.count_uses(module, units),
+    )
+    _start_values(assembly, values)
+    settle_buffers(module, comm, device)
+    return assembly
+
+
+def _start_values(parts: Assembly, values: Values) -> None:
+    """Write starting values into parameters and masters, drawing no more than this rank holds."""
+    with torch.no_grad():
+        for flat in parts.flats:
+            part = parts.stage.part(flat) if flat.layout.trained else flat.shard
+            is_shard = part.numel() == flat.layout.shard_elements
+            whole = Span(start=0, stop=flat.layout.padded)
+            span = flat.layout.shard(flat.shard_index) if is_shard else whole
+            drawn = values.of_span(flat, span)
+            part.copy_(drawn)
+            if flat.layout.trained and flat.dtypes.has_master:
+                parts.optimizer.write_master(flat, drawn)
+            if is_shard and not flat.sharded:
+                parts.comm.all_gather(flat.whole, axis="shard", unit=flat.layout.name).wait()
+
+
+def _device(kind: str) -> torch.device:
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

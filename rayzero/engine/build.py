@@ -1,0 +1,147 @@
+"""From a module to flats: param groups, dtypes, units, layouts, buffers and their starting values."""
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rayzero.dist.comm import Communicator
+from rayzero.dist.dtypes import NAMES
+from rayzero.engine.flats import Flat
+from rayzero.engine.options import PrecisionOptions, ZeroOptions
+from rayzero.engine.partition import find_units, own_parameters, unit_of
+from rayzero.errors import ConfigError
+from rayzero.layout.dtypes import dtypes_of
+from rayzero.layout.plan import plan_buckets, plan_units
+from rayzero.layout.spec import FlatLayout, ParamSpec, TpShard
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+GroupsFactory = Callable[[NamedParameters], Sequence[Mapping[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """The user's param groups: their settings in the user's order, and each parameter's group."""
+
+    settings: list[dict[str, Any]]
+    index: dict[str, int]
+
+
+def read_groups(parameters: Mapping[str, nn.Parameter], factory: GroupsFactory | None) -> Groups:
+    """Call the user's param_groups; every trained parameter must be in exactly one group."""
+    if factory is None:
+        return Groups(settings=[{}], index=dict.fromkeys(parameters, 0))
+    names = {id(p): n for n, p in parameters.items()}
+    settings: list[dict[str, Any]] = []
+    index: dict[str, int] = {}
+    for number, group in enumerate(factory(list(parameters.items()))):
+        members = group["params"]
+        for member in [members] if isinstance(members, torch.Tensor) else members:
+            parameter = member[1] if isinstance(member, tuple) else member
+            name = names.get(id(parameter))
+            if name is None:
+                raise ConfigError(
+                    "param_groups returned a tensor that is no parameter of the module"
+                )
+            if name in index:
+                raise ConfigError(f"param_groups put {name!r} in groups {index[name]} and {number}")
+            index[name] = number
+        settings.append({k: v for k, v in group.items() if k not in ("params", "param_names")})
+    for name, parameter in parameters.items():
+        if name not in index and parameter.requires_grad:
+            raise ConfigError(
+                f"param_groups left out {name!r}, which requires a gradient; put it in a group or "
+                "set requires_grad=False"
+            )
+    return Groups(settings=settings or [{}], index=index)
+
+
+def specs_of(
+    parameters: Mapping[str, nn.Parameter],
+    groups: Groups,
+    *,
+    precision: PrecisionOptions,
+    units: Sequence[str],
+    tensor_parallel: Mapping[str, TpShard],
+) -> list[ParamSpec]:
+    """Describe each parameter for the layout, in the module's order."""
+    return [
+        ParamSpec(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=_dtype(name, parameter, precision),
+            group=groups.index.get(name, 0),
+            unit=unit_of(name, units),
+            trained=parameter.requires_grad,
+            tp=tensor_parallel.get(name),
+        )
+        for name, parameter in parameters.items()
+    ]
+
+
+def plan(specs: Sequence[ParamSpec], zero: ZeroOptions, *, shards: int) -> tuple[FlatLayout, ...]:
+    """Cut parameters into flats as the stage travels: in units at stage 3, in buckets elsewhere."""
+    if zero.stage == 3:
+        return plan_units(specs, shards=shards)
+    return plan_buckets(specs, shards=shards, bucket_elements=zero.bucket)
+
+
+def make_flats(
+    layouts: Sequence[FlatLayout],
+    parameters: dict[str, nn.Parameter],
+    *,
+    precision: PrecisionOptions,
+    comm: Communicator,
+    sharded: bool,
+    device: torch.device,
+) -> list[Flat]:
+    """Give each layout its memory and point the parameters at it."""
+    return [
+        Flat(
+            layout,
+            parameters,
+            dtypes=dtypes_of(
+                layout.dtype,
+                reduce=precision.reduce,
+                accumulate=precision.accumulate,
+                master=precision.master,
+            ),
+            shard_index=comm.rank("shard"),
+            device=device,
+            sharded=sharded,
+        )
+        for layout in layouts
+    ]
+
+
+def stage_units(module: nn.Module, zero: ZeroOptions) -> list[str]:
+    """Name the units of stage 3; elsewhere the whole module is one."""
+    return find_units(module, zero.units) if zero.stage == 3 else [""]
+
+
+def count_uses(module: nn.Module, units: Sequence[str]) -> dict[str, int]:
+    """Count the unit modules that use each unit's parameters: more than one where they are tied."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    uses: dict[str, int] = {}
+    for unit in units:
+        part = module.get_submodule(unit)
+        owners = {unit_of(names[id(p)], units) for p in own_parameters(part, unit, units)}
+        for owner in owners:
+            uses[owner] = uses.get(owner, 0) + 1
+    return uses
+
+
+def _dtype(name: str, parameter: nn.Parameter, precision: PrecisionOptions) -> str:
+    if parameter.dtype not in NAMES:
+        raise ConfigError(
+            f"parameter {name!r} has dtype {parameter.dtype}; allowed: {', '.join(NAMES.values())}"
+        )
+    if any(fnmatch.fnmatch(name, pattern) for pattern in precision.keep_fp32):
+        return "fp32"
+    own = NAMES[parameter.dtype]
+    if precision.params is None or own == "fp64":
+        return own
+    return precision.params

@@ -1,0 +1,117 @@
+"""A flat in memory: one buffer, the parameters that are views into it, and this rank's shard of it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rayzero.dist.dtypes import BY_NAME
+from rayzero.engine.sharded_parameter import sharded_class
+from rayzero.layout.dtypes import FlatDtypes
+from rayzero.layout.spec import FlatLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One parameter of a flat, and the class it has while sharded."""
+
+    name: str
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+    whole_class: type[nn.Parameter]
+    sharded_class: type[nn.Parameter]
+
+
+class Flat:
+    """One flat of one rank.
+
+    `whole` holds all parameters of the flat, padded; `shard` this rank's part of it. Where parameters
+    stay whole (stages 0-2) shard is a view of whole; where they are sharded (stage 3) it is a tensor
+    of its own and the storage of whole has no bytes between uses.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        parameters: dict[str, nn.Parameter],
+        *,
+        dtypes: FlatDtypes,
+        shard_index: int,
+        device: torch.device,
+        sharded: bool,
+    ) -> None:
+        self.layout = layout
+        self.dtypes = dtypes
+        self.shard_index = shard_index
+        self.sharded = sharded
+        dtype = BY_NAME[dtypes.params]
+        self.whole = torch.zeros(layout.padded, dtype=dtype, device=device)
+        span = layout.shard(shard_index)
+        own = self.whole[span.start : span.stop]
+        self.shard = torch.zeros_like(own) if sharded else own
+        self.members = [
+            _member(slot.spec.name, parameters[slot.spec.name]) for slot in layout.slots
+        ]
+        self._views = self.views_of(self.whole)
+        self._placeholder = torch.full((), float("nan"), dtype=dtype, device=device)
+        self.is_whole = False
+        self.make_whole()
+        if sharded:
+            self.free()
+
+    def views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Cut a buffer of this flat's length into tensors of the parameters' shapes."""
+        return [
+            buffer[slot.span.start : slot.span.stop].view(slot.spec.shape)
+            for slot in self.layout.slots
+        ]
+
+    def own(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of a buffer of this flat's length."""
+        span = self.layout.shard(self.shard_index)
+        return buffer[span.start : span.stop]
+
+    def make_whole(self) -> None:
+        """Point the parameters at `whole`; give it bytes first if it has none."""
+        self.allocate()
+        for member, view in zip(self.members, self._views, strict=True):
+            member.parameter.__class__ = member.whole_class
+            member.parameter.data = view
+        self.is_whole = True
+
+    def allocate(self) -> None:
+        """Give `whole` its bytes; at stage 3 copy the own shard into its place."""
+        storage = self.whole.untyped_storage()
+        if storage.nbytes() == 0 and self.layout.padded:
+            storage.resize_(self.layout.padded * self.whole.itemsize)
+
+    def free(self) -> None:
+        """Take the bytes of `whole` away; its parameters refuse to be used until make_whole."""
+        self.is_whole = False
+        for member in self.members:
+            member.parameter.data = self._placeholder.expand(member.shape)
+            member.parameter.__class__ = member.sharded_class
+        self.whole.untyped_storage().resize_(0)
+
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        """Return the parameters' gradients, None where none came, and clear them."""
+        grads: list[torch.Tensor | None] = []
+        for member in self.members:
+            grads.append(member.parameter.grad)
+            member.parameter.grad = None
+        return grads
+
+    @property
+    def placeholder(self) -> torch.Tensor:
+        """The scalar that sharded parameters are expanded from."""
+        return self._placeholder
+
+
+def _member(name: str, parameter: nn.Parameter) -> Member:
+    return Member(
+        name=name,
+        parameter=parameter,
+        shape=tuple(parameter.shape),
+        whole_class=type(parameter),
+        sharded_class=sharded_class(type(parameter), name),
+    )

@@ -1,0 +1,200 @@
+"""Where gradients are summed: in whole flats (stages 0 and 1) or in shards (stages 2 and 3).
+
+Every reduction takes the mean over the data ranks; summing over micro-batches and dividing by the
+window's weight is left to the step. A parameter without gradient counts as zero at every stage.
+"""
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+import torch
+
+from rayzero.dist.dtypes import BY_NAME
+from rayzero.engine.flats import Flat
+from rayzero.engine.wire import Wire
+
+
+class SumState(Enum):
+    """What a whole flat's gradient buffer holds.
+
+    EMPTY: nothing of this window. LOCAL: this rank's sum since the last reduction (after `add`).
+    REDUCED: the mean over ranks (after `reduce`), until the next `add` moves it to a second buffer.
+    """
+
+    EMPTY = "empty"
+    LOCAL = "local"
+    REDUCED = "reduced"
+
+
+class FullGradients:
+    """Sums of whole flats, reduced in place: the gradients of stages 0 and 1.
+
+    `kept` cuts from a flat's buffer what stays meaningful after a reduction: all of it where the
+    reduction is an all-reduce, the own shard where it is a reduce-scatter.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[Flat],
+        wire: Wire,
+        kept: Callable[[Flat, torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._flats = flats
+        self._wire = wire
+        self._kept = kept
+        self._sums: dict[int, torch.Tensor] = {}
+        self._earlier: dict[int, torch.Tensor] = {}
+        self._has_earlier: set[int] = set()
+        self._states = {flat.layout.index: SumState.EMPTY for flat in flats}
+
+    def add(self, flat: Flat) -> None:
+        """Add the gradients that a backward left on the parameters to the flat's local sum."""
+        index = flat.layout.index
+        if index not in self._sums:
+            self._sums[index] = torch.zeros_like(flat.whole, dtype=BY_NAME[flat.dtypes.accumulate])
+        if self._states[index] is SumState.REDUCED:
+            self._set_aside(flat)
+        views = flat.views_of(self._sums[index])
+        if self._states[index] is SumState.EMPTY:
+            copy_gradients(flat.take_gradients(), views)
+        else:
+            add_gradients(flat.take_gradients(), views)
+        self._states[index] = SumState.LOCAL
+
+    def reduce(self, flat: Flat) -> None:
+        """Start the reduction of the flat's local sum."""
+        index = flat.layout.index
+        assert self._states[index] is SumState.LOCAL, f"{flat.layout.name} has no local sum"
+        total = self._sums[index]
+        self._states[index] = SumState.REDUCED
+        if flat.dtypes.reduce == flat.dtypes.accumulate:
+            self._wire.reduce(flat, total, lambda: None)
+            return
+        buffer = self._wire.buffer(flat)
+        buffer.copy_(total)
+        kept, sent = self._kept(flat, total), self._kept(flat, buffer)
+
+        def write_back() -> None:
+            kept.copy_(sent)
+
+        self._wire.reduce(flat, buffer, write_back)
+
+    def finish(self) -> None:
+        """Reduce what is left, wait, and merge what earlier reductions of the window brought."""
+        for flat in self._flats:
+            if self._states[flat.layout.index] is SumState.LOCAL:
+                self.reduce(flat)
+        self._wire.drain()
+        for flat in self._flats:
+            index = flat.layout.index
+            if index in self._has_earlier:
+                self._kept(flat, self._sums[index]).add_(self._earlier[index])
+        self._has_earlier.clear()
+
+    def gradient(self, flat: Flat) -> torch.Tensor:
+        """Return the reduced gradient that this rank keeps of a flat, after finish."""
+        return self._kept(flat, self._sums[flat.layout.index])
+
+    def clear(self) -> None:
+        """Forget the window; buffers stay for the next."""
+        self._wire.drain()
+        self._has_earlier.clear()
+        self._states = dict.fromkeys(self._states, SumState.EMPTY)
+
+    def tensors(self) -> list[tuple[Flat, torch.Tensor]]:
+        """List the gradient buffers held."""
+        held = [
+            (f, self._sums[f.layout.index]) for f in self._flats if f.layout.index in self._sums
+        ]
+        return held + [
+            (f, self._earlier[f.layout.index])
+            for f in self._flats
+            if f.layout.index in self._earlier
+        ]
+
+    def _set_aside(self, flat: Flat) -> None:
+        self._wire.drain()
+        index = flat.layout.index
+        reduced = self._kept(flat, self._sums[index])
+        if index in self._has_earlier:
+            self._earlier[index].add_(reduced)
+        elif index in self._earlier:
+            self._earlier[index].copy_(reduced)
+        else:
+            self._earlier[index] = reduced.clone()
+        self._has_earlier.add(index)
+        self._states[index] = SumState.EMPTY
+
+
+class ShardGradients:
+    """Sums of own shards, each backward's gradients reduced at once: stages 2 and 3."""
+
+    def __init__(self, flats: Sequence[Flat], wire: Wire) -> None:
+        self._flats = flats
+        self._wire = wire
+        self._sums: dict[int, torch.Tensor] = {}
+        self._filled: set[int] = set()
+
+    def reduce(self, flat: Flat) -> None:
+        """Send the gradients that a backward left on the parameters to their owners."""
+        buffer = self._wire.buffer(flat)
+        copy_gradients(flat.take_gradients(), flat.views_of(buffer))
+        buffer[flat.layout.numel :].zero_()
+        self._wire.reduce(flat, buffer, lambda: self._add(flat, flat.own(buffer)))
+
+    def finish(self) -> None:
+        """Wait for the reductions under way."""
+        self._wire.drain()
+        for flat in self._flats:
+            if flat.layout.index not in self._filled:
+                self._sum_of(flat).zero_()
+
+    def gradient(self, flat: Flat) -> torch.Tensor:
+        """Return the reduced gradient of the own shard, after finish."""
+        return self._sums[flat.layout.index]
+
+    def clear(self) -> None:
+        """Forget the window; buffers stay for the next."""
+        self._wire.drain()
+        self._filled.clear()
+
+    def tensors(self) -> list[tuple[Flat, torch.Tensor]]:
+        """List the gradient buffers held."""
+        return [
+            (f, self._sums[f.layout.index]) for f in self._flats if f.layout.index in self._sums
+        ]
+
+    def _add(self, flat: Flat, reduced: torch.Tensor) -> None:
+        total = self._sum_of(flat)
+        if flat.layout.index in self._filled:
+            total.add_(reduced)
+        else:
+            total.copy_(reduced)
+            self._filled.add(flat.layout.index)
+
+    def _sum_of(self, flat: Flat) -> torch.Tensor:
+        index = flat.layout.index
+        if index not in self._sums:
+            self._sums[index] = torch.zeros(
+                flat.layout.shard_elements,
+                dtype=BY_NAME[flat.dtypes.accumulate],
+                device=flat.shard.device,
+            )
+        return self._sums[index]
+
+
+def copy_gradients(grads: Sequence[torch.Tensor | None], views: Sequence[torch.Tensor]) -> None:
+    """Write gradients into their places, zeros where none came."""
+    present = [(g, v) for g, v in zip(grads, views, strict=True) if g is not None]
+    for grad, view in zip(grads, views, strict=True):
+        if grad is None:
+            view.zero_()
+    if present:
+        torch._foreach_copy_([v for _, v in present], [g for g, _ in present])
+
+
+def add_gradients(grads: Sequence[torch.Tensor | None], views: Sequence[torch.Tensor]) -> None:
+    """Add gradients to their places in the places' dtype."""
+    for grad, view in zip(grads, views, strict=True):
+        if grad is not None:
+            view.add_(grad)

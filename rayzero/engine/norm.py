@@ -1,0 +1,93 @@
+"""The global gradient norm: each element once, over shards and tp, and the factor that clips it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rayzero.dist.comm import Communicator
+from rayzero.engine.flats import Flat
+from rayzero.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """What the data ranks know together when a window ends.
+
+    grad_norm: of the averaged gradient, a scalar tensor. weight: sum over calls of the mean weight
+    over ranks. late: some rank still has gradients to reduce.
+    """
+
+    grad_norm: torch.Tensor
+    weight: float
+    finite: bool
+    late: bool
+
+
+def square_sums(
+    flats: Sequence[Flat], gradients: Sequence[torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    """Return [replicated, tp-split] sums of squares in fp64 over own shards of gradients.
+
+    A gradient that is whole (stage 0) counts its own shard only, so that the sums over the shard axis
+    are the same numbers at every stage.
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for flat, gradient in zip(flats, gradients, strict=True):
+        own = flat.own(gradient) if gradient.numel() == flat.layout.padded else gradient
+        start = flat.layout.shard(flat.shard_index).start
+        split = min(max(flat.layout.first_tp - start, 0), own.numel())
+        for which, part in ((0, own[:split]), (1, own[split:])):
+            if part.numel():
+                sums[which] += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+    return sums
+
+
+def agree(
+    comm: Communicator,
+    sums: torch.Tensor,
+    *,
+    weight: float,
+    counts: tuple[int, int, int],
+    norm_dtype: torch.dtype,
+) -> Window:
+    """Exchange what each rank knows of the window: norm parts, weight, (backwards, reductions, late).
+
+    Norm parts are summed over shard and tp (what tp replicates, once), in rank order and fp64. The
+    norm is rounded to norm_dtype: at fp32 the cut into buckets then moves no bit of it.
+    """
+    told = torch.tensor([weight, *counts], dtype=torch.float64, device=sums.device)
+    rows = comm.exchange(torch.cat([sums, told]), axis="shard", unit="window")
+    square = rows[:, :2].sum(0)
+    if comm.size("tp") > 1:
+        over_tp = comm.exchange(square, axis="tp", unit="window")
+        square = torch.stack([over_tp[0, 0], over_tp[:, 1].sum()])
+    total = rows[:, 2].mean()
+    norm = (square.sum().sqrt() / total).to(norm_dtype)
+    known = comm.read(torch.cat([rows[:, 2:].reshape(-1), norm.double().reshape(1)]))
+    ranks = comm.size("shard")
+    table = [known[r * 4 : r * 4 + 4] for r in range(ranks)]
+    _check_alike([row[1] for row in table], [row[2] for row in table])
+    return Window(
+        grad_norm=norm,
+        weight=sum(row[0] for row in table) / ranks,
+        finite=math.isfinite(known[-1]),
+        late=not comm.is_fake and any(row[3] for row in table),
+    )
+
+
+def _check_alike(num_backwards: list[float], num_reductions: list[float]) -> None:
+    if len({*num_backwards}) > 1 or len({*num_reductions}) > 1:
+        raise EngineError(
+            "ranks called backward differently in this window: backwards by rank "
+            f"{[int(n) for n in num_backwards]}, of them last=True "
+            f"{[int(n) for n in num_reductions]}; all ranks must call it alike"
+        )
+
+
+def clip_factor(grad_norm: torch.Tensor, max_norm: float | None) -> torch.Tensor:
+    """Return min(1, max_norm / grad_norm) as a scalar tensor, 1 where nothing clips."""
+    if max_norm is None:
+        return torch.ones_like(grad_norm)
+    return torch.clamp(max_norm / grad_norm, max=1.0)

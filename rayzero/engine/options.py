@@ -1,0 +1,99 @@
+"""What a user may choose about an engine: stage and sizes, dtypes, places."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rayzero.errors import ConfigError, NotBuiltYetError
+from rayzero.layout.dtypes import ITEMSIZE
+
+BUCKET_ELEMENTS = 4 * 1024 * 1024
+"""Default bucket: 16 MiB of fp32, where gloo and NCCL both reach most of their bandwidth."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroOptions:
+    """Stage 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
+
+    bucket_elements: gradients travel in buckets of at most this size (stages 0-2).
+    overlap: communicate while backward (stage 3: and forward) computes; same bits either way.
+    prefetch_elements: stage 3 gathers up to this many elements ahead of their use.
+    persistence_elements: stage 3 keeps parameters of at most this size whole (the small ones).
+    max_live_elements: stage 3 prefetches only while fewer elements than this are gathered.
+    units: names of the modules that stage 3 gathers as one; None finds repeated blocks.
+    """
+
+    stage: int = 0
+    bucket_elements: int | None = None
+    overlap: bool = True
+    prefetch_elements: int | None = None
+    persistence_elements: int = 0
+    max_live_elements: int | None = None
+    units: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise ConfigError(f"stage={self.stage} is unknown; allowed: 0, 1, 2, 3")
+        if self.bucket_elements is not None and self.bucket_elements < 1:
+            raise ConfigError(f"bucket_elements={self.bucket_elements}; allowed: 1 or more")
+        if self.persistence_elements < 0:
+            raise ConfigError(f"persistence_elements={self.persistence_elements}; allowed: 0 up")
+
+    @property
+    def bucket(self) -> int:
+        """Elements of a bucket, after the default."""
+        return BUCKET_ELEMENTS if self.bucket_elements is None else self.bucket_elements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionOptions:
+    """Dtypes by name (fp64 fp32 bf16 fp16).
+
+    params=None keeps the module's own; fp64 parameters keep fp64 throughout. reduce=None sends
+    gradients as they are accumulated. keep_fp32: patterns (fnmatch) of parameter names.
+    """
+
+    params: str | None = None
+    reduce: str | None = None
+    accumulate: str = "fp32"
+    master: str = "fp32"
+    moments: str = "fp32"
+    keep_fp32: Sequence[str] = ()
+    loss_scale: str | float | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("params", "reduce", "accumulate", "master", "moments"):
+            value = getattr(self, key)
+            if value is not None and value not in ITEMSIZE:
+                raise ConfigError(
+                    f"precision.{key}={value!r} is unknown; allowed: {', '.join(ITEMSIZE)}"
+                )
+        if self.moments != self.master:
+            raise NotBuiltYetError(
+                f"precision.moments={self.moments} differs from precision.master={self.master}: "
+                "moments in a dtype of their own are not built yet; set both to one dtype"
+            )
+        if self.loss_scale is not None:
+            raise NotBuiltYetError(
+                f"precision.loss_scale={self.loss_scale!r}: loss scaling is not built yet; "
+                "use precision=bf16 or precision=fp32"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadOptions:
+    """Which states leave the device: "none", "host" or "disk" (in `folder`)."""
+
+    optimizer: str = "none"
+    params: str = "none"
+    folder: str | None = None
+    fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        for key in ("optimizer", "params"):
+            value = getattr(self, key)
+            if value not in ("none", "host", "disk"):
+                raise ConfigError(f"offload.{key}={value!r} is unknown; allowed: none, host, disk")
+            if value != "none":
+                raise NotBuiltYetError(
+                    f"offload.{key}={value} is not built yet; set offload.{key}=none"
+                )

@@ -1,0 +1,96 @@
+"""What the four stages have in common: their parts, and the verbs the engine calls on them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from rayzero.dist.comm import Communicator
+from rayzero.engine.flats import Flat
+from rayzero.engine.options import ZeroOptions
+from rayzero.engine.wire import Wire
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageParts:
+    """What a stage is made of: all flats, those with gradients, and the door to collectives."""
+
+    module: nn.Module
+    flats: Sequence[Flat]
+    trained: Sequence[Flat]
+    comm: Communicator
+    zero: ZeroOptions
+    units: Sequence[str]
+    device: torch.device
+    in_backward: Callable[[], bool]
+    is_final: Callable[[Flat], bool]
+
+    def wire(self, op: str, buffered: Callable[[Flat], bool]) -> Wire:
+        """Make the wire for reductions by "all_reduce" or "reduce_scatter" over the data ranks."""
+        return Wire(
+            self.trained,
+            self.comm,
+            axis="shard",
+            op=op,
+            buffered=buffered,
+            overlap=self.zero.overlap,
+            device=self.device,
+        )
+
+
+def all_gather_updated(parts: StageParts) -> None:
+    """Fill each trained flat with the shards that the other ranks have updated."""
+    handles = [
+        parts.comm.all_gather(flat.whole, axis="shard", unit=flat.layout.name)
+        for flat in parts.trained
+    ]
+    for handle in handles:
+        handle.wait()
+
+
+class Stage(Protocol):
+    """One ZeRO stage. The engine calls these verbs in this order; siblings keep it too."""
+
+    def part(self, flat: Flat) -> torch.Tensor:
+        """Return what this rank's optimizer updates of a flat."""
+
+    def start_forward(self) -> None:
+        """Prepare for the module's forward."""
+
+    def collect(self, flat: Flat, *, last: bool) -> None:
+        """Take a flat's final gradients of one backward; send them on where the stage does so."""
+
+    def grads_final(self, flat: Flat) -> None:
+        """Note that no more gradients of this flat will come in this backward."""
+
+    def end_backward(self) -> None:
+        """Leave nothing of the backward behind but gradients."""
+
+    def finish(self) -> None:
+        """Wait until every gradient of the window is reduced."""
+
+    def gradient(self, flat: Flat) -> torch.Tensor:
+        """Return the window's reduced gradient, as long as `part`."""
+
+    def publish(self) -> None:
+        """Bring updated parameters to where the next forward reads them."""
+
+    def clear(self) -> None:
+        """Begin a new window."""
+
+    def gathered(self, flats: Sequence[Flat]) -> None:
+        """Make these flats whole until `release`."""
+
+    def release(self, flats: Sequence[Flat]) -> None:
+        """End what `gathered` began."""
+
+    def gradient_tensors(self) -> list[tuple[Flat, torch.Tensor]]:
+        """List the gradient buffers held."""
+
+    def bucket_tensors(self) -> list[torch.Tensor]:
+        """List the buffers held for transfers."""
+
+    def close(self) -> None:
+        """Take hooks off."""

@@ -1,0 +1,76 @@
+"""Stage 1: each rank keeps optimizer state for its shard of the parameters, and updates only that.
+
+Per rank and step: hold P + G + OS/N, send 2 Psi (N-1)/N: gradients are reduce-scattered, updated
+parameters all-gathered (ZeRO, arXiv:1910.02054, sections 5.1 and 7.2.1).
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from rayzero.engine.flats import Flat
+from rayzero.engine.gradients import FullGradients
+from rayzero.engine.stage import StageParts, all_gather_updated
+
+
+class Zero1:
+    """Parameters and gradients whole on each rank, optimizer state sharded."""
+
+    def __init__(self, parts: StageParts) -> None:
+        self._parts = parts
+        self._wire = parts.wire("reduce_scatter", lambda f: f.dtypes.reduce != f.dtypes.accumulate)
+        self._gradients = FullGradients(
+            parts.trained, self._wire, lambda flat, buffer: flat.own(buffer)
+        )
+
+    def part(self, flat: Flat) -> torch.Tensor:
+        """The own shard."""
+        return flat.shard
+
+    def start_forward(self) -> None:
+        """Parameters are always whole."""
+
+    def collect(self, flat: Flat, *, last: bool) -> None:
+        """Add to the local sum; reduce-scatter it after the last backward."""
+        self._gradients.add(flat)
+        if last:
+            self._gradients.reduce(flat)
+
+    def grads_final(self, flat: Flat) -> None:
+        """Nothing to free."""
+
+    def end_backward(self) -> None:
+        """Nothing to free."""
+
+    def finish(self) -> None:
+        """Wait for the reduce-scatters."""
+        self._gradients.finish()
+
+    def gradient(self, flat: Flat) -> torch.Tensor:
+        """The own shard of the gradient."""
+        return self._gradients.gradient(flat)
+
+    def publish(self) -> None:
+        """All-gather the updated shards into the whole flats."""
+        all_gather_updated(self._parts)
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        self._gradients.clear()
+
+    def gathered(self, flats: Sequence[Flat]) -> None:
+        """Parameters are always whole."""
+
+    def release(self, flats: Sequence[Flat]) -> None:
+        """Parameters stay whole."""
+
+    def gradient_tensors(self) -> list[tuple[Flat, torch.Tensor]]:
+        """List the gradient buffers held."""
+        return self._gradients.tensors()
+
+    def bucket_tensors(self) -> list[torch.Tensor]:
+        """List the buffers held for transfers."""
+        return self._wire.tensors()
+
+    def close(self) -> None:
+        """There are no hooks."""

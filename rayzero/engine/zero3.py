@@ -1,0 +1,95 @@
+"""Stage 3: each rank also keeps only its shard of the parameters; units are gathered for their use.
+
+Per rank and step: hold (P + G + OS)/N and the units in use, send 3 g Psi (N-1)/N for g backwards: an
+all-gather before forward, one before backward, a reduce-scatter (ZeRO, arXiv:1910.02054, sections
+5.3 and 7.2.2).
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from rayzero.engine.flats import Flat
+from rayzero.engine.gradients import ShardGradients
+from rayzero.engine.stage import StageParts
+from rayzero.engine.units import Unit, UnitHooks, build_units
+
+
+class Zero3:
+    """Parameters, gradients and optimizer state sharded."""
+
+    def __init__(self, parts: StageParts) -> None:
+        self._units = build_units(parts)
+        self._unit_of = {f.layout.index: unit for unit in self._units for f in unit.flats}
+        self._is_final = parts.is_final
+        self._hooks = UnitHooks(
+            parts.module,
+            self._units,
+            in_backward=parts.in_backward,
+            is_final=self._unit_is_final,
+        )
+        self._wire = parts.wire("reduce_scatter", lambda f: True)
+        self._gradients = ShardGradients(parts.trained, self._wire)
+
+    def part(self, flat: Flat) -> torch.Tensor:
+        """The own shard."""
+        return flat.shard
+
+    def start_forward(self) -> None:
+        """Forget what a forward that raised left behind."""
+        self._hooks.start_forward()
+
+    def collect(self, flat: Flat, *, last: bool) -> None:
+        """Reduce-scatter to the owners, whether or not another backward follows."""
+        self._gradients.reduce(flat)
+
+    def grads_final(self, flat: Flat) -> None:
+        """Free the unit once its last flat is final."""
+        unit = self._unit_of[flat.layout.index]
+        if self._unit_is_final(unit):
+            self._hooks.grads_final(unit)
+
+    def end_backward(self) -> None:
+        """Free every unit."""
+        self._hooks.end_backward()
+
+    def finish(self) -> None:
+        """Wait for the reduce-scatters."""
+        self._gradients.finish()
+
+    def gradient(self, flat: Flat) -> torch.Tensor:
+        """The own shard of the gradient."""
+        return self._gradients.gradient(flat)
+
+    def publish(self) -> None:
+        """The next forward gathers; nothing stale may stay whole."""
+        self._hooks.end_backward()
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        self._gradients.clear()
+
+    def gathered(self, flats: Sequence[Flat]) -> None:
+        """Unshard the units of these flats."""
+        for unit in dict.fromkeys(self._unit_of[f.layout.index] for f in flats):
+            unit.unshard()
+
+    def release(self, flats: Sequence[Flat]) -> None:
+        """Shard them again."""
+        for unit in dict.fromkeys(self._unit_of[f.layout.index] for f in flats):
+            unit.reshard()
+
+    def gradient_tensors(self) -> list[tuple[Flat, torch.Tensor]]:
+        """List the gradient buffers held."""
+        return self._gradients.tensors()
+
+    def bucket_tensors(self) -> list[torch.Tensor]:
+        """List the buffers held for transfers."""
+        return self._wire.tensors()
+
+    def close(self) -> None:
+        """Take the hooks off the modules."""
+        self._hooks.close()
+
+    def _unit_is_final(self, unit: Unit) -> bool:
+        return all(self._is_final(flat) for flat in unit.flats)
