@@ -1,0 +1,1 @@
+"""Plain models in plain PyTorch: they know nothing of ranks, shards or parallelism."""

@@ -1,0 +1,1 @@
+"""Memory, traffic, FLOPs and cost as arithmetic on a config; no torch."""

@@ -1,0 +1,127 @@
+"""What theory is asked about: one rank of one cell, as layouts and numbers without torch."""
+
+from dataclasses import dataclass, replace
+
+from rayzero.config.cell import CellConfig
+from rayzero.config.optimizer import OptimizerConfig, OptimizerKind
+from rayzero.config.precision import PrecisionConfig
+from rayzero.layout.dtypes import FlatDtypes, dtypes_of
+from rayzero.layout.plan import plan_buckets, plan_units
+from rayzero.layout.spec import FlatLayout, ParamSpec, TpShard
+from rayzero.theory.shapes import ModelShape, shape_of
+
+COUNTER_BYTES = 4
+"""torch's optimizers keep the number of steps as one fp32 scalar per tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerShape:
+    """What an optimizer keeps per tensor: moments as long as it, and scalars."""
+
+    moments: int
+    counters: int
+
+
+def optimizer_shape(config: OptimizerConfig) -> OptimizerShape:
+    """AdamW and Adam keep two moments and a step count, SGD one moment with momentum, else none."""
+    if config.kind is OptimizerKind.SGD:
+        return OptimizerShape(moments=int(config.momentum > 0.0), counters=0)
+    return OptimizerShape(moments=2, counters=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One rank: its flats, and how the engine treats them.
+
+    pairwise: gradients travel by pairwise exchange (gloo), which receives into scratch of its own.
+    uses: how many modules use each unit in one forward; a unit that is left out has one.
+    """
+
+    stage: int
+    layouts: tuple[FlatLayout, ...]
+    shard_index: int
+    tp_index: int = 0
+    tp: int = 1
+    precision: PrecisionConfig
+    optimizer: OptimizerShape = OptimizerShape(moments=2, counters=1)
+    overlap: bool = True
+    pairwise: bool = True
+    buffers_bytes: int = 0
+    uses: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def shards(self) -> int:
+        """Ranks on the shard axis."""
+        return self.layouts[0].shards if self.layouts else 1
+
+    @property
+    def trained(self) -> tuple[FlatLayout, ...]:
+        """Flats with gradients."""
+        return tuple(flat for flat in self.layouts if flat.trained)
+
+    def dtypes(self, flat: FlatLayout) -> FlatDtypes:
+        """Resolve a flat's dtypes."""
+        return dtypes_of(
+            flat.dtype,
+            reduce=self.precision.reduce.value,
+            accumulate=self.precision.accumulate.value,
+            master=self.precision.master.value,
+        )
+
+    def uses_of(self, unit: str) -> int:
+        """How many modules use a unit in one forward."""
+        return dict(self.uses).get(unit, 1)
+
+
+def question_of(
+    config: CellConfig,
+    *,
+    world: int,
+    rank: int,
+    bucket_elements: int,
+    pairwise: bool,
+    buffers_bytes: int = 0,
+) -> Question:
+    """Ask about one rank of a cell that trains our transformer."""
+    grid = config.grid(world)
+    shape = shape_of(config.model)
+    tp_index = rank % grid.tp
+    specs = local_specs(shape, config, tp=grid.tp, tp_index=tp_index)
+    if config.zero.stage == 3:
+        layouts = plan_units(specs, shards=grid.shard)
+    else:
+        layouts = plan_buckets(specs, shards=grid.shard, bucket_elements=bucket_elements)
+    return Question(
+        stage=config.zero.stage,
+        layouts=layouts,
+        shard_index=rank // grid.tp % grid.shard,
+        tp_index=tp_index,
+        tp=grid.tp,
+        precision=config.precision,
+        optimizer=optimizer_shape(config.optimizer),
+        overlap=config.zero.overlap,
+        pairwise=pairwise,
+        buffers_bytes=buffers_bytes,
+        uses=(("tokens", 2),) if config.model.tied_output else (),
+    )
+
+
+def local_specs(
+    shape: ModelShape, config: CellConfig, *, tp: int, tp_index: int
+) -> list[ParamSpec]:
+    """Describe the parameters that one tp rank holds; matrices form group 0, vectors group 1."""
+    specs = []
+    for param in shape.params:
+        cut = param.tp_dim is not None and tp > 1
+        spec = ParamSpec(
+            name=param.name,
+            shape=param.local_shape(tp),
+            dtype=config.precision.params.value,
+            group=0 if len(param.shape) > 1 else 1,
+            unit=param.unit or param.module,
+        )
+        if cut:
+            assert param.tp_dim is not None
+            spec = replace(spec, tp=TpShard(dim=param.tp_dim, index=tp_index, count=tp))
+        specs.append(spec)
+    return specs

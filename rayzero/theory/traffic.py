@@ -1,0 +1,86 @@
+"""Every transfer of one optimizer step, as one rank sends it.
+
+Elements per rank and step, f = (N-1)/N, g backwards, r of them last=True: stage 0 sends 2 r Psi f,
+stage 1 (r+1) Psi f, stage 2 (g+1) Psi f, stage 3 3 g Psi f (Rajbhandari et al., arXiv:1910.02054,
+section 7: 2, 2, 2, 3 Psi at g = r = 1). Here Psi is counted flat by flat, with its padding.
+"""
+
+from collections.abc import Iterator
+
+from rayzero.layout import volume
+from rayzero.layout.dtypes import ITEMSIZE
+from rayzero.layout.spec import FlatLayout
+from rayzero.records import Phase, Transfer
+from rayzero.theory.question import Question
+
+WINDOW_ELEMENTS = 6
+"""What data ranks exchange per step: two sums of squares, the weight and three counts, in fp64."""
+TP_WINDOW_ELEMENTS = 2
+"""What tp ranks exchange per step: the two sums of squares."""
+
+
+def step_transfers(
+    question: Question, *, backwards: int = 1, reductions: int = 1
+) -> tuple[Transfer, ...]:
+    """List the engine's transfers of a step with this many backwards, `reductions` of them last."""
+    q = question
+    found = list(_windows(q))
+    if q.shards == 1:
+        return tuple(found)
+    for flat in q.trained:
+        found += _reductions(q, flat, backwards, reductions)
+        if q.stage in (1, 2):
+            found.append(_moved(q, flat, "all_gather", Phase.STEP, flat.dtype))
+    if q.stage == 3:
+        for flat in q.layouts:
+            for phase in (Phase.FORWARD, Phase.BACKWARD):
+                gather = _moved(q, flat, "all_gather", phase, flat.dtype)
+                found += [gather] * (backwards * q.uses_of(flat.unit))
+    return tuple(t for t in found if t.elements)
+
+
+def sent_bytes(transfers: tuple[Transfer, ...]) -> int:
+    """Sum the bytes this rank sends."""
+    return sum(t.sent_bytes for t in transfers)
+
+
+def _reductions(
+    question: Question, flat: FlatLayout, backwards: int, reductions: int
+) -> list[Transfer]:
+    dtype = question.dtypes(flat).reduce
+    if question.stage == 0:
+        return [_moved(question, flat, "all_reduce", Phase.BACKWARD, dtype)] * reductions
+    times = reductions if question.stage == 1 else backwards
+    return [_moved(question, flat, "reduce_scatter", Phase.BACKWARD, dtype)] * times
+
+
+def _moved(question: Question, flat: FlatLayout, op: str, phase: Phase, dtype: str) -> Transfer:
+    ranks = question.shards
+    if op == "all_reduce":
+        sent = volume.all_reduced(flat.padded, ranks=ranks, index=question.shard_index)
+    else:
+        sent = volume.gathered(flat.padded, ranks=ranks)
+    return Transfer(
+        op=op,
+        axis="shard",
+        phase=phase,
+        unit=flat.name,
+        elements=flat.padded,
+        dtype=dtype,
+        sent_bytes=sent * ITEMSIZE[dtype],
+    )
+
+
+def _windows(question: Question) -> Iterator[Transfer]:
+    axes = (("shard", question.shards, WINDOW_ELEMENTS), ("tp", question.tp, TP_WINDOW_ELEMENTS))
+    for axis, ranks, each in axes:
+        if ranks > 1:
+            yield Transfer(
+                op="all_gather",
+                axis=axis,
+                phase=Phase.CONTROL,
+                unit="window",
+                elements=each * ranks,
+                dtype="fp64",
+                sent_bytes=each * (ranks - 1) * ITEMSIZE["fp64"],
+            )

@@ -1,0 +1,1 @@
+"""One rank's work: build, data, trainer, probe."""

@@ -1,0 +1,152 @@
+"""One rank's part of a cell: build, warm up, time, probe, report."""
+
+import hashlib
+import time
+from typing import Protocol
+
+import torch
+
+from rayzero.config.cell import CellConfig
+from rayzero.dist.process import Seat
+from rayzero.engine import ZeroEngine
+from rayzero.errors import DataError
+from rayzero.records import Phase, Progress, RankReport, StepSample, Transfer
+from rayzero.theory.memory import holdings_of
+from rayzero.theory.tp_traffic import tp_transfers
+from rayzero.theory.traffic import step_transfers
+from rayzero.train import probe
+from rayzero.train.build import build_engine, build_schedule
+from rayzero.train.data import Data, load_data
+from rayzero.train.theory import num_params, question_for
+from rayzero.train.trainer import LocalStep, Trainer
+
+
+class Member(Protocol):
+    """What the rank is told: where it sits, and where to leave signs of life."""
+
+    @property
+    def seat(self) -> Seat:
+        """This rank's seat."""
+
+    def progress(self, sign: Progress) -> None:
+        """Leave a sign of life."""
+
+
+def run_rank(member: Member, config: CellConfig) -> RankReport:
+    """Run one cell on this rank; the process group stands."""
+    started = time.perf_counter()
+    probe.reset_host_peak()
+    seat = member.seat
+    device = torch.device(seat.device)
+    data = load_data(config.data, vocab_size=config.model.vocab_size)
+    with build_engine(config, config.grid(seat.world), device) as engine:
+        check_same_data(engine, data)
+        trainer = make_trainer(config, engine, data, seat.world, device)
+        check_same_batch(engine, trainer)
+        build_s = time.perf_counter() - started
+        steps, transfers = _train(member, config, trainer, engine)
+        first_timed = config.run.warmup_steps
+        samples = trainer.samples(steps, lambda step: step >= first_timed)
+        return _report(member, config, engine, trainer, data, samples, transfers, build_s)
+
+
+def make_trainer(
+    config: CellConfig, engine: ZeroEngine, data: Data, world: int, device: torch.device
+) -> Trainer:
+    """Put the loop together."""
+    num_steps = config.run.warmup_steps + config.run.num_steps * config.run.repeats
+    return Trainer(
+        config,
+        engine=engine,
+        comm=engine.comm,
+        data=data,
+        batching=config.batching(world),
+        device=device,
+        schedule=build_schedule(config.optimizer, engine.optimizer, num_steps),
+    )
+
+
+def check_same_data(engine: ZeroEngine, data: Data) -> None:
+    """Raise DataError where ranks read another corpus."""
+    digest = hashlib.blake2b(data.fingerprint.encode(), digest_size=6).digest()
+    mine = torch.tensor([float(int.from_bytes(digest, "little"))], dtype=torch.float64)
+    with engine.ledger.during(Phase.SETUP):
+        rows = engine.comm.gather_rows(mine, axes=("replicate", "shard", "tp"))
+    others = [r for r in range(rows.shape[0]) if rows[r] != rows[0]]
+    if others:
+        raise DataError(
+            f"ranks read different data: rank 0 and ranks {others} have other fingerprints (this "
+            f"rank: {data.fingerprint}); give every node the same files under data.path"
+        )
+
+
+def check_same_batch(engine: ZeroEngine, trainer: Trainer) -> None:
+    """Raise DataError where ranks of one tp group would train on different sequences."""
+    mine = torch.tensor([float(trainer.batch_checksum() >> 11)], dtype=torch.float64)
+    with engine.ledger.during(Phase.SETUP):
+        rows = engine.comm.gather_rows(mine, axes=("tp",))
+    if bool((rows != rows[0]).any()):
+        raise DataError(
+            "ranks of one tensor-parallel group got different sequences; batches must be a function "
+            "of (data.seed, step, position) alone, also in data.factory"
+        )
+
+
+def _train(
+    member: Member, config: CellConfig, trainer: Trainer, engine: ZeroEngine
+) -> tuple[list[LocalStep], tuple[Transfer, ...]]:
+    """Run warm-up and timed steps; return them with the transfers of the last."""
+    steps: list[LocalStep] = []
+    total = config.run.warmup_steps + config.run.num_steps * config.run.repeats
+    tokens = config.data.global_batch * config.data.seq_len
+    transfers: tuple[Transfer, ...] = ()
+    for _ in range(total):
+        done = trainer.step()
+        transfers = engine.ledger.transfers
+        steps.append(done)
+        sign = Progress(
+            step=done.step + 1,
+            num_steps=total,
+            loss=float(done.loss),
+            tokens_per_s=tokens / done.step_s,
+        )
+        member.progress(sign)
+    return steps, transfers
+
+
+def _report(
+    member: Member,
+    config: CellConfig,
+    engine: ZeroEngine,
+    trainer: Trainer,
+    data: Data,
+    samples: list[StepSample],
+    transfers: tuple[Transfer, ...],
+    build_s: float,
+) -> RankReport:
+    seat = member.seat
+    question = question_for(config, engine, seat.world, seat.rank)
+    micro_steps = config.batching(seat.world).accumulation
+    formula = step_transfers(question, backwards=micro_steps, reductions=1)
+    holdings = engine.holdings()
+    validation = trainer.validation_loss() if config.run.validate else None
+    peak = None
+    if config.run.probe:
+        peak = probe.peak_bytes(torch.device(seat.device), engine.held_tensors(), trainer.step)
+    return RankReport(
+        rank=seat.rank,
+        node=seat.node,
+        device=seat.device,
+        num_params=num_params(config, engine),
+        steps=tuple(samples),
+        holdings=holdings,
+        formula=holdings_of(question),
+        transfers=transfers,
+        formula_transfers=formula + tp_transfers(config, question, micro_steps),
+        peak_bytes=peak,
+        peak_host_bytes=probe.host_peak_bytes(),
+        validation_loss=validation,
+        data_fingerprint=data.fingerprint,
+        build_s=build_s,
+        weights_checksum=engine.weights_checksum(),
+    )

@@ -1,0 +1,58 @@
+"""Tensor parallelism sends what Megatron counts: four all-reduces per layer and micro-batch."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rayzero.config.model import Checkpointing
+from rayzero.dist.comm import Communicator
+from rayzero.records import Phase
+from tests.ranks import Pools, RankContext
+from tests.tp.cases import MODELS, batch_of, cut_model
+
+BATCH_TOKENS = 3 * 12
+
+
+def all_reduces(context: RankContext, name: str, checkpointing: str) -> Counter:
+    """Count (unit, phase, elements) of one forward and backward."""
+    config = replace(MODELS[name], checkpointing=Checkpointing(checkpointing))
+    comm = Communicator(context.mesh(tp=context.world))
+    model, _ = cut_model(config, torch.float32, comm)
+    comm.ledger.begin_window()
+    with comm.ledger.during(Phase.FORWARD):
+        loss = model(*batch_of(config))
+    with comm.ledger.during(Phase.BACKWARD):
+        loss.backward()
+    transfers = comm.ledger.transfers
+    comm.close()
+    assert {(t.op, t.axis) for t in transfers} == {("all_reduce", "tp")}
+    return Counter((t.unit, t.phase, t.elements) for t in transfers)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_layer_sends_two_all_reduces_forward_and_two_backward(ranks: Pools, name: str) -> None:
+    config = MODELS[name]
+    stream = BATCH_TOKENS * config.hidden
+    expected = Counter({("tokens", Phase.FORWARD, stream): 1})
+    for index in range(config.num_layers):
+        expected[f"blocks.{index}.attention.o", Phase.FORWARD, stream] += 1
+        expected[f"blocks.{index}.feed_forward.down", Phase.FORWARD, stream] += 1
+        expected[f"blocks.{index}.attention", Phase.BACKWARD, stream] += 1
+        expected[f"blocks.{index}.feed_forward", Phase.BACKWARD, stream] += 1
+    expected["loss.max", Phase.FORWARD, BATCH_TOKENS] += 1
+    expected["loss.sum", Phase.FORWARD, 2 * BATCH_TOKENS] += 1
+    expected["output", Phase.BACKWARD, stream] += 1
+    for counted in ranks(2)(all_reduces, name, "none"):
+        assert counted == expected
+
+
+def test_recomputing_a_block_repeats_its_forward_all_reduces_but_the_last(ranks: Pools) -> None:
+    """torch stops recomputing at the last saved tensor, which lies before the last all-reduce."""
+    plain = ranks(2)(all_reduces, "gpt2 tied", "none")[0]
+    again = ranks(2)(all_reduces, "gpt2 tied", "full")[0] - plain
+    stream = BATCH_TOKENS * MODELS["gpt2 tied"].hidden
+    assert again == Counter(
+        {(f"blocks.{i}.attention.o", Phase.BACKWARD, stream): 1 for i in range(2)}
+    )

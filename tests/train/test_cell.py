@@ -1,0 +1,100 @@
+"""One rank's cell on real ranks: losses agree, and bytes held and sent equal theory exactly."""
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from rayzero.config.build import build
+from rayzero.config.cell import CellConfig
+from rayzero.dist.process import Seat
+from rayzero.records import Progress, RankReport
+from rayzero.train.cell import run_rank
+from tests.ranks import Pools, RankContext
+
+
+@dataclasses.dataclass
+class PoolMember:
+    """A seat on a rank of the pool, and the signs of life it left."""
+
+    seat: Seat
+    signs: list[Progress]
+
+    def progress(self, sign: Progress) -> None:
+        self.signs.append(sign)
+
+
+def run(ctx: RankContext, config: CellConfig) -> tuple[RankReport, list[Progress]]:
+    seat = Seat(
+        rank=ctx.rank, world=ctx.world, node="here", device="cpu", store_host="", store_port=0
+    )
+    member = PoolMember(seat=seat, signs=[])
+    return run_rank(member, config), member.signs
+
+
+def config_of(**groups: dict[str, Any]) -> CellConfig:
+    plain: dict[str, Any] = {
+        "data": {"kind": "synthetic", "global_batch": 12, "seq_len": 16},
+        "run": {"num_steps": 2, "warmup_steps": 1, "probe": False},
+    }
+    for group, keys in groups.items():
+        plain[group] = {**plain.get(group, {}), **keys}
+    return build(plain)
+
+
+def check_theory(reports: list[RankReport]) -> None:
+    for report in reports:
+        held = {(e.kind, e.where): e for e in report.holdings.entries}
+        formula = {(e.kind, e.where): e for e in report.formula.entries}
+        assert held == formula, f"rank {report.rank}"
+        assert Counter(report.transfers) == Counter(report.formula_transfers), f"rank {report.rank}"
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("world", "tp"), [(2, 1), (3, 1), (4, 1), (2, 2), (4, 2)])
+def test_bytes_held_and_sent_equal_theory_exactly(
+    ranks: Pools, world: int, tp: int, accumulation: int
+) -> None:
+    losses = {}
+    for stage in range(4):
+        config = config_of(
+            zero={"stage": stage, "bucket_elements": 20_000},
+            parallel={"tp": tp},
+            data={"micro_batch": 12 // (world // tp) // accumulation},
+        )
+        reports = [report for report, _ in ranks(world)(run, config)]
+        check_theory(reports)
+        losses[stage] = [s.loss for s in reports[0].steps]
+        if stage < 3:
+            assert len({r.weights_checksum for r in reports}) == tp
+    for stage in range(4):
+        assert losses[stage] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "paper"])
+@pytest.mark.parametrize("flavour", ["gpt2", "llama"])
+def test_theory_holds_in_mixed_precision(ranks: Pools, precision: str, flavour: str) -> None:
+    narrow = "bf16" if precision == "paper" else "fp32"
+    for stage in range(4):
+        config = config_of(
+            zero={"stage": stage, "overlap": stage % 2 == 0},
+            model={"flavour": flavour, "tied_output": flavour == "gpt2", "checkpointing": "full"},
+            precision={
+                "name": precision,
+                "params": "bf16",
+                "reduce": narrow,
+                "accumulate": narrow,
+            },
+            parallel={"tp": 2},
+        )
+        check_theory([report for report, _ in ranks(4)(run, config)])
+
+
+def test_a_rank_leaves_signs_of_life_and_finds_its_peak(ranks: Pools) -> None:
+    config = config_of(run={"probe": True, "validate": True}, zero={"stage": 3})
+    for report, signs in ranks(2)(run, config):
+        assert [s.step for s in signs] == [1, 2, 3]
+        assert report.peak_bytes is not None
+        assert report.peak_bytes > report.holdings.bytes_of()
+        assert report.validation_loss == pytest.approx(5.55, abs=0.3)
