@@ -185,7 +185,7 @@ def combine(own: torch.Tensor, received: torch.Tensor, rank: int, *, op: str, di
 
 
 def sum_in_rank_order(own: torch.Tensor, received: torch.Tensor, rank: int, divisor: int) -> None:
-    """Set own to ((t0 + t1) + t2 ...) / divisor ...: own is term `rank`, rows of received are the others.
+    """Set own to ((t0 + t1) + t2 ...) / divisor; own is term `rank`, received has the others.
 
     16-bit terms are added in fp32 and rounded once.
     """

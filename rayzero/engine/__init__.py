@@ -1,4 +1,4 @@
-"""The ZeRO engine: stages 0 to 3 over any nn.Module. Needs an initialised process group, nothing else.
+"""The ZeRO engine: stages 0 to 3 over any nn.Module. Needs an initialised process group only.
 
 Read in this order: replicated.py, zero1.py, zero2.py, zero3.py (their diff is the paper), then the
 parts they share: flats, gradients, wire, arrivals, units, optimizer, norm; engine.py ties them.

@@ -1,4 +1,4 @@
-"""From a module to flats: param groups, dtypes, units, layouts, buffers and their starting values."""
+"""From a module to flats: param groups, dtypes, units, layouts and memory."""
 
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -38,9 +38,9 @@ class ZeroEngine:
     max_grad_norm: clip the global norm to this. on_nonfinite: "raise", "skip" or "ignore".
     initialize, seed: values of a module on meta, see engine.values.
 
-    A window is any number of backwards and one step; its gradient is sum(w g) / sum(w) over backwards
-    and data ranks. A parameter without gradient counts as having a zero one, at every stage. Weights
-    and buffers start as rank 0's on all data ranks.
+    A window is any number of backwards and one step; its gradient is sum(w g) / sum(w) over
+    backwards and data ranks. A parameter without gradient counts as having a zero one, at every
+    stage. Weights and buffers start as rank 0's on all data ranks.
     """
 
     def __init__(

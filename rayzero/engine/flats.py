@@ -1,4 +1,4 @@
-"""A flat in memory: one buffer, the parameters that are views into it, and this rank's shard of it."""
+"""A flat in memory: one buffer, the parameters that are views into it, and this rank's shard."""
 
 from dataclasses import dataclass
 
@@ -25,9 +25,9 @@ class Member:
 class Flat:
     """One flat of one rank.
 
-    `whole` holds all parameters of the flat, padded; `shard` this rank's part of it. Where parameters
-    stay whole (stages 0-2) shard is a view of whole; where they are sharded (stage 3) it is a tensor
-    of its own and the storage of whole has no bytes between uses.
+    `whole` holds all parameters of the flat, padded; `shard` this rank's part of it. Where
+    parameters stay whole (stages 0-2) shard is a view of whole; where they are sharded (stage 3) it
+    is a tensor of its own and the storage of whole has no bytes between uses.
     """
 
     def __init__(

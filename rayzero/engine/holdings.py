@@ -11,7 +11,7 @@ from rayzero.records import Held, Holdings, Kind, Where
 
 
 def held_tensors(parts: Assembly) -> Iterator[tuple[Kind, Flat | None, torch.Tensor]]:
-    """Yield every tensor the engine holds between calls, with its kind and its flat, if it has one."""
+    """Yield every tensor the engine holds between calls, with its kind and its flat, if any."""
     for flat in parts.flats:
         yield Kind.PARAMETERS, flat, flat.shard if flat.sharded else flat.whole
         if flat.sharded:

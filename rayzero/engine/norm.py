@@ -30,8 +30,8 @@ def square_sums(
 ) -> torch.Tensor:
     """Return [replicated, tp-split] sums of squares in fp64 over own shards of gradients.
 
-    A gradient that is whole (stage 0) counts its own shard only, so that the sums over the shard axis
-    are the same numbers at every stage.
+    A gradient that is whole (stage 0) counts its own shard only, so that the sums over the shard
+    axis are the same numbers at every stage.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for flat, gradient in zip(flats, gradients, strict=True):
@@ -52,7 +52,7 @@ def agree(
     counts: tuple[int, int, int],
     norm_dtype: torch.dtype,
 ) -> Window:
-    """Exchange what each rank knows of the window: norm parts, weight, (backwards, reductions, late).
+    """Exchange what ranks know of the window: norm parts, weight, (backwards, reductions, late).
 
     Norm parts are summed over shard and tp (what tp replicates, once), in rank order and fp64. The
     norm is rounded to norm_dtype: at fp32 the cut into buckets then moves no bit of it.

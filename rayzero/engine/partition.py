@@ -8,7 +8,7 @@ from torch import nn
 from rayzero.errors import ConfigError
 
 SMALL_ELEMENTS = 2**16
-"""A module outside repeated blocks with at most this many elements is one unit with its children."""
+"""A module outside repeated blocks of at most this size is one unit with its children."""
 
 
 def find_units(module: nn.Module, names: Sequence[str] | None) -> list[str]:
@@ -26,7 +26,8 @@ def find_units(module: nn.Module, names: Sequence[str] | None) -> list[str]:
         for name in names:
             if name not in known:
                 raise ConfigError(
-                    f"zero.units names {name!r}, which is no module; known: {', '.join(sorted(known))}"
+                    f"zero.units names {name!r}, which is no module; known: "
+                    f"{', '.join(sorted(known))}"
                 )
         found = list(names)
     order = {name: i for i, (name, _) in enumerate(module.named_modules())}

@@ -40,9 +40,9 @@ def sharded_class(base: type[nn.Parameter], name: str) -> type[nn.Parameter]:
         operation = getattr(func, "__name__", str(func))
         raise ShardedParameterError(
             f"parameter {name!r} is sharded over the ranks and was used in {operation!r} outside "
-            "the forward of its unit. Use it inside the module that owns it, name that module's parent "
-            "in zero.units, wrap the code in `with engine.gathered(module):`, or read weights with "
-            "engine.full_state_dict()"
+            "the forward of its unit. Use it inside the module that owns it, name that module's "
+            "parent in zero.units, wrap the code in `with engine.gathered(module):`, or read "
+            "weights with engine.full_state_dict()"
         )
 
     def represent(self: nn.Parameter) -> str:

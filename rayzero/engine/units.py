@@ -1,12 +1,12 @@
 """Stage 3's units: gathered before their module runs, freed after, and again around its backward.
 
 [Note: a unit's day]
-forward pre-hook: the unit and every unit whose parameters the module also uses become whole. forward
-hook: they are freed, unless another running module uses them, or this forward is a recomputation
-inside backward, whose backward follows at once. A hook on each output tensor makes them whole again
-when its gradient comes. An identity function on the module's inputs sees when the last node of this
-use has run, and frees. A use whose inputs need no gradient is freed when its gradients are final, at
-the latest at the end of backward.
+forward pre-hook: the unit and every unit whose parameters the module also uses become whole.
+forward hook: they are freed, unless another running module uses them, or this forward is a
+recomputation inside backward, whose backward follows at once. A hook on each output tensor makes
+them whole again when its gradient comes. An identity function on the module's inputs sees when the
+last node of this use has run, and frees. A use whose inputs need no gradient is freed when its
+gradients are final, at the latest at the end of backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -131,7 +131,7 @@ class UnitHooks:
             unit.running = 0
 
     def grads_final(self, unit: Unit) -> None:
-        """Free a unit all of whose gradients have come, unless the end of a use will tell better."""
+        """Free a unit all of whose gradients have come, unless the end of a use will tell."""
         if unit.marked_uses <= 0:
             unit.reshard()
 

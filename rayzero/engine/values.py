@@ -1,4 +1,4 @@
-"""The values a flat starts with: the module's own (rank 0's), or drawn where the module is on meta."""
+"""The values a flat starts with: the module's own (rank 0's), or drawn where it is on meta."""
 
 import copy
 import typing
@@ -77,8 +77,8 @@ class Values:
         owner = self._module.get_submodule(name)
         if not hasattr(owner, "reset_parameters"):
             raise ConfigError(
-                f"module {name!r} ({type(owner).__name__}) is on meta and has no reset_parameters(); "
-                "give ZeroEngine initialize=, or build the module with values"
+                f"module {name!r} ({type(owner).__name__}) is on meta and has no "
+                "reset_parameters(); give ZeroEngine initialize=, or build it with values"
             )
         leaf = copy.copy(owner)
         leaf._parameters = {

@@ -1,4 +1,4 @@
-"""Stage 2: each rank also keeps only its shard of the gradients; each backward reduces them at once.
+"""Stage 2: each rank also keeps only its shard of the gradients, reduced in each backward.
 
 Per rank and step: hold P + (G + OS)/N, send (g + 1) Psi (N-1)/N for g backwards: one reduce-scatter
 each and one all-gather of parameters (ZeRO, arXiv:1910.02054, sections 5.2 and 7.2.1).

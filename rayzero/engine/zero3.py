@@ -1,8 +1,8 @@
-"""Stage 3: each rank also keeps only its shard of the parameters; units are gathered for their use.
+"""Stage 3: each rank also keeps only its shard of the parameters, gathered unit by unit for use.
 
-Per rank and step: hold (P + G + OS)/N and the units in use, send 3 g Psi (N-1)/N for g backwards: an
-all-gather before forward, one before backward, a reduce-scatter (ZeRO, arXiv:1910.02054, sections
-5.3 and 7.2.2).
+Per rank and step: hold (P + G + OS)/N and the units in use, send 3 g Psi (N-1)/N for g backwards:
+an all-gather before forward, one before backward, a reduce-scatter (ZeRO, arXiv:1910.02054,
+sections 5.3 and 7.2.2).
 """
 
 from collections.abc import Sequence

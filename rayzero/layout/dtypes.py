@@ -1,4 +1,4 @@
-"""Which dtype each kind of bytes has, given a parameter's; names only, shared by engine and theory."""
+"""Which dtype each kind of bytes has, given a parameter's; shared by engine and theory."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Cut parameters into flats: by buckets where parameters stay whole, by units where they are sharded."""
+"""Cut parameters into flats: by buckets where parameters stay whole, by units at stage 3."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

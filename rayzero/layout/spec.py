@@ -1,7 +1,7 @@
-"""What the layout needs to know of a parameter, and how a flat, a shard and a span are cut from many.
+"""What the layout needs to know of a parameter, and how flats, shards and spans are cut from many.
 
-A *flat* is one buffer that holds the parameters of one (unit, dtype, param group, trained or frozen),
-one after another, padded at its end to a multiple of shards x ALIGNMENT elements.
+A *flat* is one buffer that holds the parameters of one (unit, dtype, param group, trained or
+frozen), one after another, padded at its end to a multiple of shards x ALIGNMENT elements.
 A *shard* is one of its equal parts. A *span* is a run of elements.
 """
 
@@ -9,12 +9,12 @@ import math
 from dataclasses import dataclass
 
 ALIGNMENT = 32
-"""Elements. torch's fused CPU kernels round the tail of a buffer differently; a multiple has none."""
+"""Elements. torch's fused CPU kernels round a buffer's tail differently; a multiple has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TpShard:
-    """A parameter is block `index` of `count` equal blocks of the full one along tensor dim `dim`."""
+    """A parameter is block `index` of `count` equal ones, cut along tensor dim `dim`."""
 
     dim: int
     index: int
@@ -23,7 +23,7 @@ class TpShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
-    """One parameter as this tp rank holds it. shape is the local shape; dtype a name such as bf16."""
+    """One parameter as this tp rank holds it: shape is local, dtype a name such as bf16."""
 
     name: str
     shape: tuple[int, ...]

@@ -2,7 +2,6 @@
 
 from rayzero.layout.spec import Span
 
-
 SWAP_ELEMENTS = 1 << 20
 """Two ranks all-reduce up to this size by swapping whole buffers: the same bytes in one round."""
 

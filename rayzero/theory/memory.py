@@ -56,8 +56,8 @@ def holdings_of(
 def bucket_bytes(question: Question) -> int:
     """Bytes of send buffers and receive scratch: two of each with overlap, one without.
 
-    Stages 2 and 3 send from a buffer as long as the longest flat; stages 0 and 1 only where the wire
-    has another dtype than the sum. Pairwise exchange receives the other ranks' parts into scratch.
+    Stages 2 and 3 send from a buffer as long as the longest flat; stages 0 and 1 only where the
+    wire has another dtype than the sum. Pairwise exchange receives the peers' parts into scratch.
     """
     slots = min(2 if question.overlap else 1, len(question.trained))
     buffer: dict[str, int] = {}

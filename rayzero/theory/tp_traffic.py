@@ -1,8 +1,8 @@
-"""Transfers of tensor parallelism in one step: Megatron's four all-reduces per layer and micro-batch.
+"""Transfers of tensor parallelism in one step: Megatron's four all-reduces per layer.
 
-Two in forward (after attention and after the feed-forward part), two in backward (at their inputs),
-each of b s h elements (Shoeybi et al., arXiv:1909.08053, section 3); plus the embedding's, the output
-layer's and the loss', and what recomputation repeats.
+For each micro-batch, two in forward (after attention and after the feed-forward part) and two in
+backward (at their inputs), each of b s h elements (Shoeybi et al., arXiv:1909.08053, section 3);
+plus the embedding's, the output layer's and the loss', and what recomputation repeats.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""From a cell's config to an engine: the module, its tensor-parallel cut, the optimizer, the options."""
+"""From a cell's config to an engine: module, tensor-parallel cut, optimizer, options."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -70,8 +70,8 @@ def build_module(config: CellConfig, comm: Communicator) -> Model:
     if config.model.factory is not None:
         if comm.size("tp") > 1:
             raise ConfigError(
-                f"parallel.tp={comm.size('tp')} needs a tensor-parallel plan, which a model.factory "
-                "has none of; set parallel.tp=1"
+                f"parallel.tp={comm.size('tp')} needs a tensor-parallel plan, and a model.factory "
+                "has none; set parallel.tp=1"
             )
         return Model(module=build_model(config.model), tensor_parallel={}, initialize=None)
     with torch.device("meta"):

@@ -87,8 +87,8 @@ def check_same_batch(engine: ZeroEngine, trainer: Trainer) -> None:
         rows = engine.comm.gather_rows(mine, axes=("tp",))
     if bool((rows != rows[0]).any()):
         raise DataError(
-            "ranks of one tensor-parallel group got different sequences; batches must be a function "
-            "of (data.seed, step, position) alone, also in data.factory"
+            "ranks of one tensor-parallel group got different sequences; batches must be a "
+            "function of (data.seed, step, position) alone, also in data.factory"
         )
 
 

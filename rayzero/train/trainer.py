@@ -74,19 +74,13 @@ class Trainer:
 
     def samples(self, steps: list[LocalStep], is_timed: Callable[[int], bool]) -> list[StepSample]:
         """Bring all ranks' steps together: mean loss of the global batch, time of the slowest."""
-        mine = torch.stack(
-            [
-                torch.stack([s.loss.cpu() for s in steps]),
-                torch.tensor([s.step_s for s in steps]).double(),
-            ]
-        )
+        my_losses = torch.stack([s.loss.cpu() for s in steps])
+        my_times = torch.tensor([s.step_s for s in steps], dtype=torch.float64)
         with self._comm.ledger.during(Phase.EVAL):
-            over_data = self._comm.gather_rows(mine.flatten(), axes=("replicate", "shard"))
-            slowest = self._comm.gather_rows(
-                mine[1].contiguous(), axes=("replicate", "shard", "tp")
-            )
-        losses = over_data.view(-1, *mine.shape)[:, 0].mean(0).tolist()
-        times = slowest.amax(0).tolist()
+            over_data = self._comm.gather_rows(my_losses, axes=("replicate", "shard"))
+            over_all = self._comm.gather_rows(my_times, axes=("replicate", "shard", "tp"))
+        losses = over_data.mean(0).tolist()
+        times = over_all.amax(0).tolist()
         return [
             StepSample(
                 step=s.step,
