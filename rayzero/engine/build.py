@@ -85,7 +85,7 @@ def specs_of(
 def plan(specs: Sequence[ParamSpec], zero: ZeroOptions, *, shards: int) -> tuple[FlatLayout, ...]:
     """Cut parameters into flats as the stage travels: in units at stage 3, in buckets elsewhere."""
     if zero.stage == 3:
-        return plan_units(specs, shards=shards)
+        return plan_units(specs, shards=shards, persistence_elements=zero.persistence_elements)
     return plan_buckets(specs, shards=shards, bucket_elements=zero.bucket)
 
 
@@ -111,7 +111,7 @@ def make_flats(
             ),
             shard_index=comm.rank("shard"),
             device=device,
-            sharded=sharded,
+            sharded=sharded and not layout.persistent,
         )
         for layout in layouts
     ]

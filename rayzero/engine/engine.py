@@ -89,7 +89,9 @@ class ZeroEngine:
         self._stage.start_forward()
         trains = self.module.training and torch.is_grad_enabled()
         with self.ledger.during(Phase.FORWARD if trains else Phase.EVAL):
-            return self.module(*args, **kwargs)
+            output = self.module(*args, **kwargs)
+            self._stage.end_forward()
+        return output
 
     def backward(
         self,
@@ -112,6 +114,7 @@ class ZeroEngine:
         self._last = last
         arrivals = self._parts.arrivals
         arrivals.begin(final=self._stage.grads_final, ready=self._collect)
+        self._stage.start_backward()
         try:
             with self.ledger.during(Phase.BACKWARD):
                 weighted = loss if weight == 1.0 else loss * weight

@@ -26,6 +26,12 @@ class Replicated:
     def start_forward(self) -> None:
         """Parameters are always whole."""
 
+    def end_forward(self) -> None:
+        """Parameters stay whole."""
+
+    def start_backward(self) -> None:
+        """Parameters are always whole."""
+
     def collect(self, flat: Flat, *, last: bool) -> None:
         """Add to the local sum; all-reduce it after the last backward."""
         self._gradients.add(flat)

@@ -41,10 +41,11 @@ class StageParts:
 
 
 def all_gather_updated(parts: StageParts) -> None:
-    """Fill each trained flat with the shards that the other ranks have updated."""
+    """Fill each trained flat that stays whole with the shards that other ranks have updated."""
     handles = [
         parts.comm.all_gather(flat.whole, axis="shard", unit=flat.layout.name)
         for flat in parts.trained
+        if not flat.sharded
     ]
     for handle in handles:
         handle.wait()
@@ -58,6 +59,12 @@ class Stage(Protocol):
 
     def start_forward(self) -> None:
         """Prepare for the module's forward."""
+
+    def end_forward(self) -> None:
+        """Leave nothing of the forward behind but what its backward needs."""
+
+    def start_backward(self) -> None:
+        """Prepare for a backward."""
 
     def collect(self, flat: Flat, *, last: bool) -> None:
         """Take a flat's final gradients of one backward; send them on where the stage does so."""

@@ -10,96 +10,16 @@ gradients are final, at the latest at the end of backward.
 """
 
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from rayzero.dist.comm import Communicator, Handle
-from rayzero.engine.flats import Flat
 from rayzero.engine.partition import own_parameters
-from rayzero.engine.stage import StageParts
+from rayzero.engine.prefetch import Prefetcher
 from rayzero.engine.tensors import map_tensors, tensors_in
-
-
-class UnitState(Enum):
-    """Where a unit's values are.
-
-    SHARDED: each rank has its shard, parameters refuse to be used (after `reshard`).
-    GATHERING: the whole has bytes that are still coming (after `start_unshard`).
-    WHOLE: parameters can be used (after `unshard`).
-    """
-
-    SHARDED = "sharded"
-    GATHERING = "gathering"
-    WHOLE = "whole"
-
-
-class Unit:
-    """The flats that are gathered together."""
-
-    def __init__(self, name: str, flats: Sequence[Flat], comm: Communicator) -> None:
-        self.name = name
-        self.flats = flats
-        self.state = UnitState.SHARDED
-        self.running = 0
-        """Modules whose forward is under way."""
-        self.open_uses = 0
-        """Forward uses whose backward is not over."""
-        self.marked_uses = 0
-        """Those of them whose inputs will tell when it is."""
-        self.backward_users: set[tuple[Unit, ...]] = set()
-        """Uses whose backward is under way."""
-        self._comm = comm
-        self._handles: list[Handle] = []
-
-    @property
-    def elements(self) -> int:
-        """Elements of the whole unit, padding included."""
-        return sum(flat.layout.padded for flat in self.flats)
-
-    def start_unshard(self) -> None:
-        """Begin the all-gather; a unit that is not sharded stays as it is."""
-        if self.state is not UnitState.SHARDED:
-            return
-        for flat in self.flats:
-            flat.allocate()
-            flat.own(flat.whole).copy_(flat.shard)
-            self._handles.append(
-                self._comm.all_gather(flat.whole, axis="shard", unit=flat.layout.name)
-            )
-        self.state = UnitState.GATHERING
-
-    def unshard(self) -> None:
-        """Make the parameters usable."""
-        self.start_unshard()
-        if self.state is UnitState.GATHERING:
-            for handle in self._handles:
-                handle.wait()
-            self._handles = []
-            for flat in self.flats:
-                flat.make_whole()
-            self.state = UnitState.WHOLE
-
-    def reshard(self) -> None:
-        """Free the whole; values that only it holds are lost."""
-        for handle in self._handles:
-            handle.wait()
-        self._handles = []
-        if self.state is not UnitState.SHARDED:
-            for flat in self.flats:
-                flat.free()
-            self.state = UnitState.SHARDED
-
-
-def build_units(parts: StageParts) -> list[Unit]:
-    """Group the flats by unit, in the modules' order."""
-    by_name: dict[str, list[Flat]] = {}
-    for flat in parts.flats:
-        by_name.setdefault(flat.layout.unit, []).append(flat)
-    return [Unit(n, by_name.get(n, []), parts.comm) for n in parts.units]
+from rayzero.engine.unit import Unit, UnitState
 
 
 class UnitHooks:
@@ -112,23 +32,38 @@ class UnitHooks:
         *,
         in_backward: Callable[[], bool],
         is_final: Callable[[Unit], bool],
+        prefetcher: Callable[[], Prefetcher],
     ) -> None:
         self._units = units
+        self._forward, self._backward = prefetcher(), prefetcher()
         self._in_backward = in_backward
         self._is_final = is_final
         self._handles: list[RemovableHandle] = []
         owner = {id(m.parameter): unit for unit in units for f in unit.flats for m in f.members}
+        # A parameter that stays whole has no unit.
         names = [unit.name for unit in units]
         for unit in units:
             part = module.get_submodule(unit.name)
-            used = dict.fromkeys(owner[id(p)] for p in own_parameters(part, unit.name, names))
+            own = [id(p) for p in own_parameters(part, unit.name, names)]
+            used = dict.fromkeys(owner[key] for key in own if key in owner)
             if used:
                 self._watch(part, tuple(used))
 
     def start_forward(self) -> None:
         """Forget modules that a forward which raised left running."""
+        self._forward.begin()
         for unit in self._units:
             unit.running = 0
+
+    def end_forward(self) -> None:
+        """Drop what was gathered ahead and not used."""
+        for unit in self._units:
+            if unit.state is UnitState.GATHERING:
+                unit.reshard()
+
+    def start_backward(self) -> None:
+        """Follow the order of the backward before."""
+        self._backward.begin()
 
     def grads_final(self, unit: Unit) -> None:
         """Free a unit all of whose gradients have come, unless the end of a use will tell."""
@@ -149,8 +84,8 @@ class UnitHooks:
 
     def _watch(self, part: nn.Module, used: tuple[Unit, ...]) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            self._unshard(used)
             for unit in used:
-                unit.unshard()
                 unit.running += not self._in_backward()
             return self._open_use(used, args, kwargs) if torch.is_grad_enabled() else None
 
@@ -184,9 +119,16 @@ class UnitHooks:
                 unit.reshard()
 
     def _unshard_for_backward(self, used: tuple[Unit, ...]) -> None:
+        self._unshard(used)
+        for unit in used:
+            unit.backward_users.add(used)
+
+    def _unshard(self, used: tuple[Unit, ...]) -> None:
+        gathers = any(unit.state is not UnitState.WHOLE for unit in used)
         for unit in used:
             unit.unshard()
-            unit.backward_users.add(used)
+        if gathers:
+            (self._backward if self._in_backward() else self._forward).used(used)
 
     def _end_of_use(self, used: tuple[Unit, ...]) -> None:
         for unit in used:

@@ -28,6 +28,12 @@ class Zero2:
     def start_forward(self) -> None:
         """Parameters are always whole."""
 
+    def end_forward(self) -> None:
+        """Parameters stay whole."""
+
+    def start_backward(self) -> None:
+        """Parameters are always whole."""
+
     def collect(self, flat: Flat, *, last: bool) -> None:
         """Reduce-scatter to the owners, whether or not another backward follows."""
         self._gradients.reduce(flat)

@@ -11,14 +11,18 @@ import torch
 
 from rayzero.engine.flats import Flat
 from rayzero.engine.gradients import ShardGradients
-from rayzero.engine.stage import StageParts
-from rayzero.engine.units import Unit, UnitHooks, build_units
+from rayzero.engine.options import ZeroOptions
+from rayzero.engine.prefetch import Prefetcher
+from rayzero.engine.stage import StageParts, all_gather_updated
+from rayzero.engine.unit import Unit, build_units
+from rayzero.engine.units import UnitHooks
 
 
 class Zero3:
     """Parameters, gradients and optimizer state sharded."""
 
     def __init__(self, parts: StageParts) -> None:
+        self._parts = parts
         self._units = build_units(parts)
         self._unit_of = {f.layout.index: unit for unit in self._units for f in unit.flats}
         self._is_final = parts.is_final
@@ -27,6 +31,7 @@ class Zero3:
             self._units,
             in_backward=parts.in_backward,
             is_final=self._unit_is_final,
+            prefetcher=lambda: self._prefetcher(parts.zero),
         )
         self._wire = parts.wire("reduce_scatter", lambda f: True)
         self._gradients = ShardGradients(parts.trained, self._wire)
@@ -39,14 +44,22 @@ class Zero3:
         """Forget what a forward that raised left behind."""
         self._hooks.start_forward()
 
+    def end_forward(self) -> None:
+        """Free what was gathered ahead in vain."""
+        self._hooks.end_forward()
+
+    def start_backward(self) -> None:
+        """Gather ahead in the order of the backward before."""
+        self._hooks.start_backward()
+
     def collect(self, flat: Flat, *, last: bool) -> None:
         """Reduce-scatter to the owners, whether or not another backward follows."""
         self._gradients.reduce(flat)
 
     def grads_final(self, flat: Flat) -> None:
         """Free the unit once its last flat is final."""
-        unit = self._unit_of[flat.layout.index]
-        if self._unit_is_final(unit):
+        unit = self._unit_of.get(flat.layout.index)
+        if unit is not None and self._unit_is_final(unit):
             self._hooks.grads_final(unit)
 
     def end_backward(self) -> None:
@@ -62,7 +75,8 @@ class Zero3:
         return self._gradients.gradient(flat)
 
     def publish(self) -> None:
-        """The next forward gathers; nothing stale may stay whole."""
+        """All-gather what stays whole; the next forward gathers the rest, so free it."""
+        all_gather_updated(self._parts)
         self._hooks.end_backward()
 
     def clear(self) -> None:
@@ -71,12 +85,12 @@ class Zero3:
 
     def gathered(self, flats: Sequence[Flat]) -> None:
         """Unshard the units of these flats."""
-        for unit in dict.fromkeys(self._unit_of[f.layout.index] for f in flats):
+        for unit in self._units_of(flats):
             unit.unshard()
 
     def release(self, flats: Sequence[Flat]) -> None:
         """Shard them again."""
-        for unit in dict.fromkeys(self._unit_of[f.layout.index] for f in flats):
+        for unit in self._units_of(flats):
             unit.reshard()
 
     def gradient_tensors(self) -> list[tuple[Flat, torch.Tensor]]:
@@ -90,6 +104,17 @@ class Zero3:
     def close(self) -> None:
         """Take the hooks off the modules."""
         self._hooks.close()
+
+    def _units_of(self, flats: Sequence[Flat]) -> list[Unit]:
+        units = [self._unit_of.get(flat.layout.index) for flat in flats]
+        return list(dict.fromkeys(unit for unit in units if unit is not None))
+
+    def _prefetcher(self, zero: ZeroOptions) -> Prefetcher:
+        largest = max((unit.elements for unit in self._units), default=0)
+        wanted = largest if zero.prefetch_elements is None else zero.prefetch_elements
+        return Prefetcher(
+            elements=wanted if zero.overlap else 0, max_live_elements=zero.max_live_elements
+        )
 
     def _unit_is_final(self, unit: Unit) -> bool:
         return all(self._is_final(flat) for flat in unit.flats)

@@ -28,12 +28,25 @@ def plan_buckets(
     return _number(([replace(s, unit="") for s in members] for members in order), shards)
 
 
-def plan_units(specs: Sequence[ParamSpec], *, shards: int) -> tuple[FlatLayout, ...]:
-    """Make the flats of each unit, last unit first, as backward finishes them."""
+def plan_units(
+    specs: Sequence[ParamSpec], *, shards: int, persistence_elements: int = 0
+) -> tuple[FlatLayout, ...]:
+    """Make the flats of each unit, last unit first, as backward finishes them.
+
+    Parameters of at most persistence_elements form flats of their own, which stay whole; they come
+    last in order, since every unit adds gradients to them.
+    """
     flats: dict[Key, list[ParamSpec]] = {}
+    small: dict[Key, list[ParamSpec]] = {}
     for spec in reversed(specs):
-        flats.setdefault(_key(spec), []).insert(0, spec)
-    return _number(flats.values(), shards)
+        if spec.numel <= persistence_elements:
+            small.setdefault(_key(replace(spec, unit="")), []).insert(0, replace(spec, unit=""))
+        else:
+            flats.setdefault(_key(spec), []).insert(0, spec)
+    sharded = _number(flats.values(), shards)
+    persistent = _number(small.values(), shards)
+    moved = [replace(f, index=f.index + len(sharded), persistent=True) for f in persistent]
+    return (*sharded, *moved)
 
 
 def _key(spec: ParamSpec) -> Key:

@@ -85,11 +85,13 @@ class FlatLayout:
     trained: bool
     slots: tuple[Slot, ...]
     shards: int
+    persistent: bool = False
+    """At stage 3: small parameters that stay whole on every rank."""
 
     @property
     def name(self) -> str:
         """A short name for ledgers and errors."""
-        return f"{self.unit or 'bucket'}#{self.index}"
+        return f"{'whole' if self.persistent else self.unit or 'bucket'}#{self.index}"
 
     @property
     def numel(self) -> int:

@@ -25,12 +25,12 @@ def holdings_of(
     moments and counters from the first applied step."""
     q = question
     entries = [
-        _sum(Kind.PARAMETERS, q, q.layouts, q.stage == 3, lambda f: f.dtype),
+        _sum(Kind.PARAMETERS, q, q.layouts, q.is_sharded, lambda f: f.dtype),
         _sum(
             Kind.MASTER,
             q,
             [f for f in q.trained if q.dtypes(f).has_master],
-            q.stage >= 1,
+            lambda f: q.stage >= 1,
             lambda f: q.dtypes(f).master,
         ),
         Held(kind=Kind.MODULE_BUFFERS, num_bytes=q.buffers_bytes),
@@ -38,11 +38,17 @@ def holdings_of(
     ]
     if after_backward:
         entries.append(
-            _sum(Kind.GRADIENTS, q, q.trained, q.stage >= 2, lambda f: q.dtypes(f).accumulate)
+            _sum(
+                Kind.GRADIENTS,
+                q,
+                q.trained,
+                lambda f: q.stage >= 2,
+                lambda f: q.dtypes(f).accumulate,
+            )
         )
         entries.append(Held(kind=Kind.BUCKETS, num_bytes=bucket_bytes(q)))
     if after_step:
-        one = _sum(Kind.MOMENTS, q, q.trained, q.stage >= 1, lambda f: q.dtypes(f).master)
+        one = _sum(Kind.MOMENTS, q, q.trained, lambda f: q.stage >= 1, lambda f: q.dtypes(f).master)
         entries.append(
             Held(
                 kind=Kind.MOMENTS,
@@ -88,14 +94,14 @@ def _sum(
     kind: Kind,
     question: Question,
     flats: "tuple[FlatLayout, ...] | list[FlatLayout]",
-    sharded: bool,
+    sharded: Callable[[FlatLayout], bool],
     dtype: Callable[[FlatLayout], str],
 ) -> Held:
     """Sum flats, or their own shards where the kind is sharded."""
     total = padding = 0
     for flat in flats:
         size = ITEMSIZE[dtype(flat)]
-        if sharded:
+        if sharded(flat):
             total += flat.shard_elements * size
             padding += flat.shard_padding(question.shard_index) * size
         else:
@@ -110,9 +116,7 @@ def _counters(question: Question) -> int:
 
 def _placeholders(question: Question) -> int:
     """Stage 3 keeps one scalar per flat, which its parameters show while they are sharded."""
-    if question.stage != 3:
-        return 0
-    return sum(ITEMSIZE[flat.dtype] for flat in question.layouts)
+    return sum(ITEMSIZE[flat.dtype] for flat in question.layouts if question.is_sharded(flat))
 
 
 def _scratch(question: Question, flat: FlatLayout) -> int:

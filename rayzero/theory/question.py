@@ -49,6 +49,10 @@ class Question:
     buffers_bytes: int = 0
     uses: tuple[tuple[str, int], ...] = ()
 
+    def is_sharded(self, flat: FlatLayout) -> bool:
+        """Whether a flat's parameters are sharded between uses."""
+        return self.stage == 3 and not flat.persistent
+
     @property
     def shards(self) -> int:
         """Ranks on the shard axis."""
@@ -88,7 +92,8 @@ def question_of(
     tp_index = rank % grid.tp
     specs = local_specs(shape, config, tp=grid.tp, tp_index=tp_index)
     if config.zero.stage == 3:
-        layouts = plan_units(specs, shards=grid.shard)
+        small = config.zero.persistence_elements
+        layouts = plan_units(specs, shards=grid.shard, persistence_elements=small)
     else:
         layouts = plan_buckets(specs, shards=grid.shard, bucket_elements=bucket_elements)
     return Question(

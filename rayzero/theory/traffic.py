@@ -29,10 +29,10 @@ def step_transfers(
         return tuple(found)
     for flat in q.trained:
         found += _reductions(q, flat, backwards, reductions)
-        if q.stage in (1, 2):
+        if q.stage in (1, 2) or flat.persistent:
             found.append(_moved(q, flat, "all_gather", Phase.STEP, flat.dtype))
     if q.stage == 3:
-        for flat in q.layouts:
+        for flat in filter(q.is_sharded, q.layouts):
             for phase in (Phase.FORWARD, Phase.BACKWARD):
                 gather = _moved(q, flat, "all_gather", phase, flat.dtype)
                 found += [gather] * (backwards * q.uses_of(flat.unit))

@@ -58,7 +58,13 @@ def test_no_knob_changes_a_bit(ranks: Pools) -> None:
         for bucket in (1, 40, 10**9)
         for overlap in (False, True)
     ]
-    knobs += [ZeroOptions(stage=3, overlap=o, units=u) for o in (False, True) for u in (None, [])]
+    knobs += [
+        ZeroOptions(stage=3, overlap=overlap, units=units, prefetch_elements=prefetch)
+        for overlap, prefetch in ((False, None), (True, 0), (True, None), (True, 10**6))
+        for units in (None, [], ["blocks.1", "blocks.1.up"])
+    ]
+    knobs += [ZeroOptions(stage=3, persistence_elements=n) for n in (6, 50, 10**6)]
+    knobs += [ZeroOptions(stage=3, prefetch_elements=10**6, max_live_elements=300)]
     for zero in knobs:
         assert bit_equal(ranks(2)(train_engine, case, zero)[0]["weights"], reference), zero
 

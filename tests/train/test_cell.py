@@ -91,6 +91,12 @@ def test_theory_holds_in_mixed_precision(ranks: Pools, precision: str, flavour: 
         check_theory([report for report, _ in ranks(4)(run, config)])
 
 
+@pytest.mark.parametrize("elements", [64, 256, 10**6])
+def test_theory_holds_with_persistent_parameters(ranks: Pools, elements: int) -> None:
+    config = config_of(zero={"stage": 3, "persistence_elements": elements}, parallel={"tp": 2})
+    check_theory([report for report, _ in ranks(4)(run, config)])
+
+
 def test_a_rank_leaves_signs_of_life_and_finds_its_peak(ranks: Pools) -> None:
     config = config_of(run={"probe": True, "validate": True}, zero={"stage": 3})
     for report, signs in ranks(2)(run, config):

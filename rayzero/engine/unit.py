@@ -1,0 +1,87 @@
+"""A unit: the flats that stage 3 gathers together, and the state they are in."""
+
+from collections.abc import Sequence
+from enum import Enum
+
+from rayzero.dist.comm import Communicator, Handle
+from rayzero.engine.flats import Flat
+from rayzero.engine.stage import StageParts
+
+
+class UnitState(Enum):
+    """Where a unit's values are.
+
+    SHARDED: each rank has its shard, parameters refuse to be used (after `reshard`).
+    GATHERING: the whole has bytes that are still coming (after `start_unshard`).
+    WHOLE: parameters can be used (after `unshard`).
+    """
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    WHOLE = "whole"
+
+
+class Unit:
+    """The flats that are gathered together."""
+
+    def __init__(self, name: str, flats: Sequence[Flat], comm: Communicator) -> None:
+        self.name = name
+        self.flats = flats
+        self.state = UnitState.SHARDED
+        self.running = 0
+        """Modules whose forward is under way."""
+        self.open_uses = 0
+        """Forward uses whose backward is not over."""
+        self.marked_uses = 0
+        """Those of them whose inputs will tell when it is."""
+        self.backward_users: set[tuple[Unit, ...]] = set()
+        """Uses whose backward is under way."""
+        self._comm = comm
+        self._handles: list[Handle] = []
+
+    @property
+    def elements(self) -> int:
+        """Elements of the whole unit, padding included."""
+        return sum(flat.layout.padded for flat in self.flats)
+
+    def start_unshard(self) -> None:
+        """Begin the all-gather; a unit that is not sharded stays as it is."""
+        if self.state is not UnitState.SHARDED:
+            return
+        for flat in self.flats:
+            flat.allocate()
+            flat.own(flat.whole).copy_(flat.shard)
+            self._handles.append(
+                self._comm.all_gather(flat.whole, axis="shard", unit=flat.layout.name)
+            )
+        self.state = UnitState.GATHERING
+
+    def unshard(self) -> None:
+        """Make the parameters usable."""
+        self.start_unshard()
+        if self.state is UnitState.GATHERING:
+            for handle in self._handles:
+                handle.wait()
+            self._handles = []
+            for flat in self.flats:
+                flat.make_whole()
+            self.state = UnitState.WHOLE
+
+    def reshard(self) -> None:
+        """Free the whole; values that only it holds are lost."""
+        for handle in self._handles:
+            handle.wait()
+        self._handles = []
+        if self.state is not UnitState.SHARDED:
+            for flat in self.flats:
+                flat.free()
+            self.state = UnitState.SHARDED
+
+
+def build_units(parts: StageParts) -> list[Unit]:
+    """Group the flats by unit, in the modules' order."""
+    by_name: dict[str, list[Flat]] = {}
+    for flat in parts.flats:
+        if flat.sharded:
+            by_name.setdefault(flat.layout.unit, []).append(flat)
+    return [Unit(n, by_name.get(n, []), parts.comm) for n in parts.units]
