@@ -17,6 +17,7 @@ from rayzero.engine.arrivals import check_trained_flags
 from rayzero.engine.assembly import Choices, assemble
 from rayzero.engine.build import GroupsFactory
 from rayzero.engine.flats import Flat
+from rayzero.engine.loss_scale import LossScale
 from rayzero.engine.norm import Window, agree, clip_factor, square_sums
 from rayzero.engine.optimizer import OptimizerFactory
 from rayzero.engine.options import OffloadOptions, PrecisionOptions, ZeroOptions
@@ -67,6 +68,7 @@ class ZeroEngine:
         self.comm = _communicator(module, mesh)
         self._max_grad_norm = max_grad_norm
         self._on_nonfinite = on_nonfinite
+        self._loss_scale = LossScale(precision.loss_scale)
         choices = Choices(
             optimizer=optimizer,
             param_groups=param_groups,
@@ -117,7 +119,8 @@ class ZeroEngine:
         self._stage.start_backward()
         try:
             with self.ledger.during(Phase.BACKWARD):
-                weighted = loss if weight == 1.0 else loss * weight
+                factor = weight * self._loss_scale.value
+                weighted = loss if factor == 1.0 else loss * factor
                 weighted.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
                 arrivals.end()
         finally:
@@ -135,17 +138,18 @@ class ZeroEngine:
         with self.ledger.during(Phase.BACKWARD):
             self._stage.finish()
         with self.ledger.during(Phase.STEP), torch.no_grad():
-            window = self._agree()
+            window, scale = self._agree(), self._loss_scale.value
             applied = self._judge(window)
             clip = clip_factor(window.grad_norm, self._max_grad_norm)
             if applied:
-                self._scale(clip, window.weight)
+                self._scale(clip, window.weight * scale)
                 self._parts.optimizer.update([self._stage.gradient(f) for f in self._trained])
                 self._stage.publish()
         report = StepReport(
             applied=applied,
             grad_norm=window.grad_norm,
             clip_factor=clip,
+            loss_scale=scale,
             num_backwards=self._num_backwards,
         )
         self._end_window()
@@ -171,7 +175,8 @@ class ZeroEngine:
             self._stage.finish()
             pairs = [(f, self._stage.gradient(f)) for f in self._trained]
             tensors = whole.full_tensors(pairs, self.comm, keep=all_ranks or self._is_first)
-        return {name: tensor / (self._weight or 1.0) for name, tensor in tensors.items()}
+        divisor = (self._weight or 1.0) * self._loss_scale.value
+        return {name: tensor / divisor for name, tensor in tensors.items()}
 
     def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
         """Return full weights and buffers by the module's names, on rank 0 (else empty) or all."""
@@ -275,14 +280,19 @@ class ZeroEngine:
             self.comm,
             square_sums(self._trained, gradients, self._parts.device),
             weight=self._weight,
+            loss_scale=self._loss_scale.value,
             counts=(self._num_backwards, self._num_reductions, int(late)),
             norm_dtype=torch.float64 if is_double else torch.float32,
         )
 
     def _judge(self, window: Window) -> bool:
         """Whether to apply the step; raise where the policy says so."""
-        if window.finite or self._on_nonfinite == "ignore":
+        if window.finite or (self._on_nonfinite == "ignore" and not self._loss_scale.is_dynamic):
+            self._loss_scale.applied()
             return True
+        if self._loss_scale.is_dynamic:
+            self._loss_scale.overflowed()
+            return False
         if self._on_nonfinite == "skip":
             return False
         self._end_window()

@@ -49,6 +49,7 @@ def agree(
     sums: torch.Tensor,
     *,
     weight: float,
+    loss_scale: float,
     counts: tuple[int, int, int],
     norm_dtype: torch.dtype,
 ) -> Window:
@@ -64,7 +65,7 @@ def agree(
         over_tp = comm.exchange(square, axis="tp", unit="window")
         square = torch.stack([over_tp[0, 0], over_tp[:, 1].sum()])
     total = rows[:, 2].mean()
-    norm = (square.sum().sqrt() / total).to(norm_dtype)
+    norm = (square.sum().sqrt() / (total * loss_scale)).to(norm_dtype)
     known = comm.read(torch.cat([rows[:, 2:].reshape(-1), norm.double().reshape(1)]))
     ranks = comm.size("shard")
     table = [known[r * 4 : r * 4 + 4] for r in range(ranks)]

@@ -50,6 +50,7 @@ class PrecisionOptions:
 
     params=None keeps the module's own; fp64 parameters keep fp64 throughout. reduce=None sends
     gradients as they are accumulated. keep_fp32: patterns (fnmatch) of parameter names.
+    loss_scale: None, a number, or "dynamic" (see engine.loss_scale).
     """
 
     params: str | None = None
@@ -71,11 +72,6 @@ class PrecisionOptions:
             raise NotBuiltYetError(
                 f"precision.moments={self.moments} differs from precision.master={self.master}: "
                 "moments in a dtype of their own are not built yet; set both to one dtype"
-            )
-        if self.loss_scale is not None:
-            raise NotBuiltYetError(
-                f"precision.loss_scale={self.loss_scale!r}: loss scaling is not built yet; "
-                "use precision=bf16 or precision=fp32"
             )
 
 
