@@ -62,6 +62,9 @@ class Communicator:
     def __init__(self, mesh: DeviceMesh, *, store: Store | None = None) -> None:
         self.ledger = Ledger()
         self._axes = {name: _axis(mesh, name) for name in mesh.mesh_dim_names or ()}
+        if self.size("replicate") > 1:
+            # All data ranks in one axis, for what is not sharded at all.
+            self._axes["data"] = _axis(mesh["replicate", "shard"]._flatten("data"), "data")
         self._watch = Watch(store, rank=dist.get_rank(), world=dist.get_world_size())
         self.is_fake = str(dist.get_backend()) == "fake"
         self.device_type = mesh.device_type
@@ -177,7 +180,7 @@ class Communicator:
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""
-        self.gather_rows(torch.zeros(1), axes=tuple(self._axes))
+        self.gather_rows(torch.zeros(1), axes=tuple(a for a in self._axes if a != "data"))
 
     def read(self, values: torch.Tensor) -> list[float]:
         """Bring control values to the host: the one place where a tensor's value is read.

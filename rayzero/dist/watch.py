@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import Store
 
 NOTICE_S = 2.0
 PREFIX = "waiting"
+NOTHING = "nothing"
 
 
 class Watch:
@@ -28,15 +29,16 @@ class Watch:
 
     @contextlib.contextmanager
     def waiting(self, line: str) -> Iterator[None]:
-        """Note that this rank waits; after NOTICE_S seconds others can read the line."""
+        """Note that this rank waits; after NOTICE_S seconds others can read the line.
+
+        The line of a wait that failed stays: it is what the other ranks have to tell.
+        """
         if self._thread is None and self._store is not None:
             self._thread = threading.Thread(target=self._publish_long_waits, daemon=True)
             self._thread.start()
         self._line, self._since = line, time.monotonic()
-        try:
-            yield
-        finally:
-            self._since = None
+        yield
+        self._since = None
 
     def report(self) -> str:
         """Return what every rank that published a line waits for."""
@@ -49,7 +51,7 @@ class Watch:
                 if self._store.check([key]):
                     lines.append(f"rank {rank} waits in {self._store.get(key).decode()}")
                 else:
-                    lines.append(f"rank {rank} waits in nothing")
+                    lines.append(f"rank {rank} waits in {NOTHING}")
         return "; ".join(lines)
 
     def publish(self, line: str) -> None:
@@ -66,9 +68,15 @@ class Watch:
             self._thread = None
 
     def _publish_long_waits(self) -> None:
+        self.publish(NOTHING)
         published: float | None = None
         while not self._stop.wait(0.25):
             since = self._since
+            if published is not None and since != published:
+                published = None
+                self.publish(NOTHING)
             if since is not None and since != published and time.monotonic() - since > NOTICE_S:
                 published = since
                 self.publish(self._line)
+        if published is not None and self._since != published:
+            self.publish(NOTHING)

@@ -13,7 +13,7 @@ from rayzero.engine.flats import Flat
 from rayzero.engine.optimizer import FlatOptimizer, OptimizerFactory
 from rayzero.engine.options import PrecisionOptions, ZeroOptions
 from rayzero.engine.replicated import Replicated
-from rayzero.engine.stage import Stage, StageParts
+from rayzero.engine.stage import Stage, StageParts, data_axis
 from rayzero.engine.values import Initializer, Values, off_meta, settle_buffers
 from rayzero.engine.zero1 import Zero1
 from rayzero.engine.zero2 import Zero2
@@ -71,9 +71,14 @@ def assemble(module: nn.Module, comm: Communicator, choices: Choices) -> Assembl
     # The values in hand outlive the parameters, which are about to point into flats.
     held = {n: nn.Parameter(p.detach(), requires_grad=False) for n, p in given.items()}
     values = Values(module, held, comm=comm, initialize=choices.initialize, seed=choices.seed)
-    layouts = build.plan(specs, zero, shards=comm.size("shard"))
+    axis = data_axis(zero.stage, comm)
     flats = build.make_flats(
-        layouts, parameters, precision=precision, comm=comm, sharded=zero.stage == 3, device=device
+        build.plan(specs, zero, shards=comm.size(axis)),
+        parameters,
+        precision=precision,
+        shard_index=comm.rank(axis),
+        sharded=zero.stage == 3,
+        device=device,
     )
     trained = [flat for flat in flats if flat.layout.trained]
     arrivals = Arrivals(trained)

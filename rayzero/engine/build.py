@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rayzero.dist.comm import Communicator
 from rayzero.dist.dtypes import NAMES
 from rayzero.engine.flats import Flat
 from rayzero.engine.options import PrecisionOptions, ZeroOptions
@@ -94,7 +93,7 @@ def make_flats(
     parameters: dict[str, nn.Parameter],
     *,
     precision: PrecisionOptions,
-    comm: Communicator,
+    shard_index: int,
     sharded: bool,
     device: torch.device,
 ) -> list[Flat]:
@@ -109,7 +108,7 @@ def make_flats(
                 accumulate=precision.accumulate,
                 master=precision.master,
             ),
-            shard_index=comm.rank("shard"),
+            shard_index=shard_index,
             device=device,
             sharded=sharded and not layout.persistent,
         )

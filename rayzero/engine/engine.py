@@ -21,8 +21,9 @@ from rayzero.engine.loss_scale import LossScale
 from rayzero.engine.norm import Window, agree, clip_factor, square_sums
 from rayzero.engine.optimizer import OptimizerFactory
 from rayzero.engine.options import OffloadOptions, PrecisionOptions, ZeroOptions
+from rayzero.engine.stage import data_axis
 from rayzero.engine.values import Initializer
-from rayzero.errors import ConfigError, EngineError, NonFiniteGradientError, NotBuiltYetError
+from rayzero.errors import ConfigError, EngineError, NonFiniteGradientError
 from rayzero.layout.spec import FlatLayout, TpShard
 from rayzero.records import Holdings, Phase, StepReport
 
@@ -248,6 +249,11 @@ class ZeroEngine:
         return tuple(flat.layout for flat in self._parts.flats)
 
     @property
+    def shard_index(self) -> int:
+        """Which shard of each flat this rank owns."""
+        return self.comm.rank(data_axis(self.zero.stage, self.comm))
+
+    @property
     def unit_uses(self) -> Mapping[str, int]:
         """How many modules use each unit in one forward."""
         return self._parts.unit_uses
@@ -279,6 +285,7 @@ class ZeroEngine:
         return agree(
             self.comm,
             square_sums(self._trained, gradients, self._parts.device),
+            axis=data_axis(self.zero.stage, self.comm),
             weight=self._weight,
             loss_scale=self._loss_scale.value,
             counts=(self._num_backwards, self._num_reductions, int(late)),
@@ -335,9 +342,4 @@ def _communicator(module: nn.Module, mesh: DeviceMesh | Communicator | None) -> 
             has_cuda = "cuda" in kinds or (not kinds and torch.cuda.is_available())
             mesh = default_mesh("cuda" if has_cuda else "cpu")
         mesh = Communicator(mesh, store=current_store())
-    if mesh.size("replicate") > 1:
-        raise NotBuiltYetError(
-            f"parallel.replicate={mesh.size('replicate')}: hybrid sharding is not built yet; set "
-            "parallel.replicate=1"
-        )
     return mesh

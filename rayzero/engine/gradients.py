@@ -46,6 +46,7 @@ class FullGradients:
         self._earlier: dict[int, torch.Tensor] = {}
         self._has_earlier: set[int] = set()
         self._states = {flat.layout.index: SumState.EMPTY for flat in flats}
+        self._is_finished = False
 
     def add(self, flat: Flat) -> None:
         """Add the gradients that a backward left on the parameters to the flat's local sum."""
@@ -60,6 +61,7 @@ class FullGradients:
         else:
             add_gradients(flat.take_gradients(), views)
         self._states[index] = SumState.LOCAL
+        self._is_finished = False
 
     def reduce(self, flat: Flat) -> None:
         """Start the reduction of the flat's local sum."""
@@ -79,8 +81,14 @@ class FullGradients:
 
         self._wire.reduce(flat, buffer, write_back)
 
-    def finish(self) -> None:
-        """Reduce what is left, wait, and merge what earlier reductions of the window brought."""
+    def finish(self) -> bool:
+        """Reduce what is left, wait, and merge what earlier reductions of the window brought.
+
+        Return whether anything came since the last finish.
+        """
+        if self._is_finished:
+            return False
+        self._is_finished = True
         for flat in self._flats:
             if self._states[flat.layout.index] is SumState.LOCAL:
                 self.reduce(flat)
@@ -90,6 +98,7 @@ class FullGradients:
             if index in self._has_earlier:
                 self._kept(flat, self._sums[index]).add_(self._earlier[index])
         self._has_earlier.clear()
+        return True
 
     def gradient(self, flat: Flat) -> torch.Tensor:
         """Return the reduced gradient that this rank keeps of a flat, after finish."""
@@ -100,6 +109,7 @@ class FullGradients:
         self._wire.drain()
         self._has_earlier.clear()
         self._states = dict.fromkeys(self._states, SumState.EMPTY)
+        self._is_finished = False
 
     def tensors(self) -> list[tuple[Flat, torch.Tensor]]:
         """List the gradient buffers held."""
@@ -134,20 +144,26 @@ class ShardGradients:
         self._wire = wire
         self._sums: dict[int, torch.Tensor] = {}
         self._filled: set[int] = set()
+        self._is_finished = False
 
     def reduce(self, flat: Flat) -> None:
         """Send the gradients that a backward left on the parameters to their owners."""
+        self._is_finished = False
         buffer = self._wire.buffer(flat)
         copy_gradients(flat.take_gradients(), flat.views_of(buffer))
         buffer[flat.layout.numel :].zero_()
         self._wire.reduce(flat, buffer, lambda: self._add(flat, flat.own(buffer)))
 
-    def finish(self) -> None:
-        """Wait for the reductions under way."""
+    def finish(self) -> bool:
+        """Wait for the reductions under way; return whether any came since the last finish."""
+        if self._is_finished:
+            return False
+        self._is_finished = True
         self._wire.drain()
         for flat in self._flats:
             if flat.layout.index not in self._filled:
                 self._sum_of(flat).zero_()
+        return True
 
     def gradient(self, flat: Flat) -> torch.Tensor:
         """Return the reduced gradient of the own shard, after finish."""
@@ -157,6 +173,7 @@ class ShardGradients:
         """Forget the window; buffers stay for the next."""
         self._wire.drain()
         self._filled.clear()
+        self._is_finished = False
 
     def tensors(self) -> list[tuple[Flat, torch.Tensor]]:
         """List the gradient buffers held."""

@@ -48,6 +48,7 @@ def agree(
     comm: Communicator,
     sums: torch.Tensor,
     *,
+    axis: str,
     weight: float,
     loss_scale: float,
     counts: tuple[int, int, int],
@@ -59,15 +60,20 @@ def agree(
     norm is rounded to norm_dtype: at fp32 the cut into buckets then moves no bit of it.
     """
     told = torch.tensor([weight, *counts], dtype=torch.float64, device=sums.device)
-    rows = comm.exchange(torch.cat([sums, told]), axis="shard", unit="window")
+    rows = comm.exchange(torch.cat([sums, told]), axis=axis, unit="window")
     square = rows[:, :2].sum(0)
+    if axis == "shard":
+        # Replicas hold the same averaged shards: their squares are not summed, only what they did.
+        rows = comm.exchange(rows.flatten(), axis="replicate", unit="window").view(
+            -1, rows.shape[1]
+        )
     if comm.size("tp") > 1:
         over_tp = comm.exchange(square, axis="tp", unit="window")
         square = torch.stack([over_tp[0, 0], over_tp[:, 1].sum()])
     total = rows[:, 2].mean()
     norm = (square.sum().sqrt() / (total * loss_scale)).to(norm_dtype)
     known = comm.read(torch.cat([rows[:, 2:].reshape(-1), norm.double().reshape(1)]))
-    ranks = comm.size("shard")
+    ranks = rows.shape[0]
     table = [known[r * 4 : r * 4 + 4] for r in range(ranks)]
     _check_alike([row[1] for row in table], [row[2] for row in table])
     return Window(

@@ -27,17 +27,42 @@ class StageParts:
     in_backward: Callable[[], bool]
     is_final: Callable[[Flat], bool]
 
+    @property
+    def data_axis(self) -> str:
+        """The axis that gradients are first reduced over."""
+        return data_axis(self.zero.stage, self.comm)
+
     def wire(self, op: str, buffered: Callable[[Flat], bool]) -> Wire:
         """Make the wire for reductions by "all_reduce" or "reduce_scatter" over the data ranks."""
         return Wire(
             self.trained,
             self.comm,
-            axis="shard",
+            axis=self.data_axis,
             op=op,
             buffered=buffered,
             overlap=self.zero.overlap,
             device=self.device,
         )
+
+
+def data_axis(stage: int, comm: Communicator) -> str:
+    """Stage 0 shards nothing: to it, replicas and shards are one axis of data ranks."""
+    return "data" if stage == 0 and comm.size("replicate") > 1 else "shard"
+
+
+def average_over_replicas(parts: StageParts, gradient: Callable[[Flat], torch.Tensor]) -> None:
+    """Average shards of gradients over the groups that hold the same shards (hybrid sharding).
+
+    Once per step, after the micro-batches' reductions inside the groups: 2 (R-1)/R Psi/N elements.
+    """
+    handles = [
+        parts.comm.start_all_reduce(
+            gradient(flat), axis="replicate", unit=flat.layout.name, mean=True
+        )
+        for flat in parts.trained
+    ]
+    for handle in handles:
+        handle.wait()
 
 
 def all_gather_updated(parts: StageParts) -> None:

@@ -67,6 +67,7 @@ def _take_over(parts: Assembly, flat: Flat, writer_rank: int) -> None:
         flat.whole.zero_()
     # One rank has values and the others zeros, so the sum is a broadcast from any rank.
     parts.comm.all_reduce(flat.whole, axis="shard", unit=flat.layout.name)
+    parts.comm.broadcast(flat.whole, axis="replicate", unit=flat.layout.name)
     if flat.sharded:
         flat.shard.copy_(flat.own(flat.whole))
     if flat.layout.trained and flat.dtypes.has_master:

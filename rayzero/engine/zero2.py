@@ -10,7 +10,7 @@ import torch
 
 from rayzero.engine.flats import Flat
 from rayzero.engine.gradients import ShardGradients
-from rayzero.engine.stage import StageParts, all_gather_updated
+from rayzero.engine.stage import StageParts, all_gather_updated, average_over_replicas
 
 
 class Zero2:
@@ -45,8 +45,9 @@ class Zero2:
         """Nothing to free."""
 
     def finish(self) -> None:
-        """Wait for the reduce-scatters."""
-        self._gradients.finish()
+        """Wait for the reduce-scatters, then average over replicas."""
+        if self._gradients.finish():
+            average_over_replicas(self._parts, self._gradients.gradient)
 
     def gradient(self, flat: Flat) -> torch.Tensor:
         """The own shard of the gradient."""

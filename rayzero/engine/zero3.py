@@ -13,7 +13,7 @@ from rayzero.engine.flats import Flat
 from rayzero.engine.gradients import ShardGradients
 from rayzero.engine.options import ZeroOptions
 from rayzero.engine.prefetch import Prefetcher
-from rayzero.engine.stage import StageParts, all_gather_updated
+from rayzero.engine.stage import StageParts, all_gather_updated, average_over_replicas
 from rayzero.engine.unit import Unit, build_units
 from rayzero.engine.units import UnitHooks
 
@@ -67,8 +67,9 @@ class Zero3:
         self._hooks.end_backward()
 
     def finish(self) -> None:
-        """Wait for the reduce-scatters."""
-        self._gradients.finish()
+        """Wait for the reduce-scatters, then average over replicas."""
+        if self._gradients.finish():
+            average_over_replicas(self._parts, self._gradients.gradient)
 
     def gradient(self, flat: Flat) -> torch.Tensor:
         """The own shard of the gradient."""

@@ -42,6 +42,8 @@ class Question:
     shard_index: int
     tp_index: int = 0
     tp: int = 1
+    replicate_index: int = 0
+    replicate: int = 1
     precision: PrecisionConfig
     optimizer: OptimizerShape = OptimizerShape(moments=2, counters=1)
     overlap: bool = True
@@ -49,13 +51,18 @@ class Question:
     buffers_bytes: int = 0
     uses: tuple[tuple[str, int], ...] = ()
 
+    @property
+    def data_axis(self) -> str:
+        """The name of that axis in the ledger."""
+        return "data" if self.stage == 0 and self.replicate > 1 else "shard"
+
     def is_sharded(self, flat: FlatLayout) -> bool:
         """Whether a flat's parameters are sharded between uses."""
         return self.stage == 3 and not flat.persistent
 
     @property
     def shards(self) -> int:
-        """Ranks on the shard axis."""
+        """Ranks on the axis that flats are cut over: shard; at stage 0 all data ranks."""
         return self.layouts[0].shards if self.layouts else 1
 
     @property
@@ -89,19 +96,22 @@ def question_of(
     """Ask about one rank of a cell that trains our transformer."""
     grid = config.grid(world)
     shape = shape_of(config.model)
-    tp_index = rank % grid.tp
+    tp_index, data_index = rank % grid.tp, rank // grid.tp
+    shards = grid.dp if config.zero.stage == 0 else grid.shard
     specs = local_specs(shape, config, tp=grid.tp, tp_index=tp_index)
     if config.zero.stage == 3:
         small = config.zero.persistence_elements
-        layouts = plan_units(specs, shards=grid.shard, persistence_elements=small)
+        layouts = plan_units(specs, shards=shards, persistence_elements=small)
     else:
-        layouts = plan_buckets(specs, shards=grid.shard, bucket_elements=bucket_elements)
+        layouts = plan_buckets(specs, shards=shards, bucket_elements=bucket_elements)
     return Question(
         stage=config.zero.stage,
         layouts=layouts,
-        shard_index=rank // grid.tp % grid.shard,
+        shard_index=data_index % shards,
         tp_index=tp_index,
         tp=grid.tp,
+        replicate_index=data_index // grid.shard,
+        replicate=grid.replicate,
         precision=config.precision,
         optimizer=optimizer_shape(config.optimizer),
         overlap=config.zero.overlap,

@@ -19,7 +19,7 @@ def tp_transfers(config: CellConfig, question: Question, micro_steps: int) -> tu
     """List the tp transfers of a step of our transformer."""
     if question.tp == 1 or config.model.factory is not None:
         return ()
-    dp = question.shards
+    dp = question.shards * (1 if question.stage == 0 else question.replicate)
     micro_batch = config.data.global_batch // dp // micro_steps
     one = tuple(_micro_step(config, question, micro_batch * config.data.seq_len))
     return one * micro_steps

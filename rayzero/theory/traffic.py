@@ -25,8 +25,10 @@ def step_transfers(
     """List the engine's transfers of a step with this many backwards, `reductions` of them last."""
     q = question
     found = list(_windows(q))
+    if q.stage > 0 and q.replicate > 1:
+        found += [_averaged(q, flat) for flat in q.trained]
     if q.shards == 1:
-        return tuple(found)
+        return tuple(t for t in found if t.elements)
     for flat in q.trained:
         found += _reductions(q, flat, backwards, reductions)
         if q.stage in (1, 2) or flat.persistent:
@@ -62,7 +64,7 @@ def _moved(question: Question, flat: FlatLayout, op: str, phase: Phase, dtype: s
         sent = volume.gathered(flat.padded, ranks=ranks)
     return Transfer(
         op=op,
-        axis="shard",
+        axis=question.data_axis,
         phase=phase,
         unit=flat.name,
         elements=flat.padded,
@@ -71,8 +73,28 @@ def _moved(question: Question, flat: FlatLayout, op: str, phase: Phase, dtype: s
     )
 
 
+def _averaged(question: Question, flat: FlatLayout) -> Transfer:
+    """One shard of a flat's gradient, averaged over replicas: 2 (R-1)/R Psi/N."""
+    dtype, elements = question.dtypes(flat).accumulate, flat.shard_elements
+    sent = volume.all_reduced(elements, ranks=question.replicate, index=question.replicate_index)
+    return Transfer(
+        op="all_reduce",
+        axis="replicate",
+        phase=Phase.BACKWARD,
+        unit=flat.name,
+        elements=elements,
+        dtype=dtype,
+        sent_bytes=sent * ITEMSIZE[dtype],
+    )
+
+
 def _windows(question: Question) -> Iterator[Transfer]:
-    axes = (("shard", question.shards, WINDOW_ELEMENTS), ("tp", question.tp, TP_WINDOW_ELEMENTS))
+    replicas = 1 if question.stage == 0 else question.replicate
+    axes = (
+        (question.data_axis, question.shards, WINDOW_ELEMENTS),
+        ("replicate", replicas, WINDOW_ELEMENTS * question.shards),
+        ("tp", question.tp, TP_WINDOW_ELEMENTS),
+    )
     for axis, ranks, each in axes:
         if ranks > 1:
             yield Transfer(

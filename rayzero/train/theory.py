@@ -25,7 +25,9 @@ def question_for(config: CellConfig, engine: ZeroEngine, world: int, rank: int) 
     return Question(
         stage=config.zero.stage,
         layouts=engine.layouts,
-        shard_index=engine.comm.rank("shard"),
+        shard_index=engine.shard_index,
+        replicate_index=engine.comm.rank("replicate"),
+        replicate=engine.comm.size("replicate"),
         precision=config.precision,
         optimizer=optimizer_shape(config.optimizer),
         overlap=config.zero.overlap,

@@ -91,6 +91,22 @@ def test_theory_holds_in_mixed_precision(ranks: Pools, precision: str, flavour: 
         check_theory([report for report, _ in ranks(4)(run, config)])
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_hybrid_sharding_equals_theory_and_full_sharding(ranks: Pools, tp: int) -> None:
+    reference = None
+    for stage in range(4):
+        config = config_of(
+            zero={"stage": stage, "bucket_elements": 20_000},
+            parallel={"replicate": 2, "tp": tp},
+            data={"micro_batch": 1},
+        )
+        reports = [report for report, _ in ranks(4)(run, config)]
+        check_theory(reports)
+        losses = [s.loss for s in reports[0].steps]
+        reference = reference or losses
+        assert losses == pytest.approx(reference, rel=1e-6)
+
+
 @pytest.mark.parametrize("elements", [64, 256, 10**6])
 def test_theory_holds_with_persistent_parameters(ranks: Pools, elements: int) -> None:
     config = config_of(zero={"stage": 3, "persistence_elements": elements}, parallel={"tp": 2})
