@@ -68,3 +68,15 @@ class NotBuiltYetError(ConfigError):
 
 class RecordError(RayzeroError):
     """A matrix or a cell's record on disk cannot be read back."""
+
+
+class CheckpointError(RayzeroError):
+    """A checkpoint cannot be written, does not exist, or does not fit the engine."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint on disk is cut short, changed or half-written."""
+
+
+class OffloadError(RayzeroError):
+    """Offloaded states cannot be kept where they were told to go."""

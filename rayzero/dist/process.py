@@ -1,6 +1,7 @@
 """Join and leave a process group from explicit values; the only place that knows the backend."""
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
+
+M_MMAP_THRESHOLD = -3
+"""glibc's name for the size above which a buffer has pages of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,3 +87,13 @@ def current_store() -> Store | None:
 def device_uuid(index: int) -> str:
     """Return the id of a CUDA device, the same in every process that sees it."""
     return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def return_freed_pages(*, above_bytes: int) -> None:
+    """Make the C library give freed buffers above this size back at once, where it is glibc.
+
+    Ranks normally keep them, since fresh pages cost more than copies; states on disk need the room.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, above_bytes)

@@ -11,13 +11,15 @@ from rayzero.engine import build
 from rayzero.engine.arrivals import Arrivals
 from rayzero.engine.flats import Flat
 from rayzero.engine.optimizer import FlatOptimizer, OptimizerFactory
-from rayzero.engine.options import PrecisionOptions, ZeroOptions
+from rayzero.engine.options import OffloadOptions, PrecisionOptions, ZeroOptions
 from rayzero.engine.replicated import Replicated
 from rayzero.engine.stage import Stage, StageParts, data_axis
 from rayzero.engine.values import Initializer, Values, off_meta, settle_buffers
 from rayzero.engine.zero1 import Zero1
 from rayzero.engine.zero2 import Zero2
 from rayzero.engine.zero3 import Zero3
+from rayzero.errors import ConfigError
+from rayzero.layout.plan import offloaded
 from rayzero.layout.spec import Span, TpShard
 
 STAGES = (Replicated, Zero1, Zero2, Zero3)
@@ -32,6 +34,7 @@ class Choices:
     zero: ZeroOptions
     precision: PrecisionOptions
     tensor_parallel: Mapping[str, TpShard]
+    offload: OffloadOptions
     initialize: Initializer | None
     seed: int
 
@@ -55,6 +58,11 @@ class Assembly:
 
 def assemble(module: nn.Module, comm: Communicator, choices: Choices) -> Assembly:
     """Take the module over: its parameters become views into flats, with rank 0's values."""
+    if choices.offload.params != "none" and choices.zero.stage != 3:
+        raise ConfigError(
+            f"offload.params={choices.offload.params} needs zero.stage=3, found "
+            f"{choices.zero.stage}: only stage 3 shards parameters"
+        )
     device = _device(comm.device_type)
     given = off_meta(module, device)
     parameters = dict(module.named_parameters())
@@ -78,10 +86,13 @@ def assemble(module: nn.Module, comm: Communicator, choices: Choices) -> Assembl
         precision=precision,
         shard_index=comm.rank(axis),
         sharded=zero.stage == 3,
+        on_host=choices.offload.params == "host",
         device=device,
     )
     trained = [flat for flat in flats if flat.layout.trained]
     arrivals = Arrivals(trained)
+    offload = choices.offload
+    away = offloaded([f.layout for f in trained], offload.optimizer, offload.fraction)
     stage = STAGES[zero.stage](
         StageParts(
             module=module,
@@ -93,6 +104,7 @@ def assemble(module: nn.Module, comm: Communicator, choices: Choices) -> Assembl
             device=device,
             in_backward=lambda: arrivals.is_open,
             is_final=arrivals.is_final,
+            is_away=lambda flat: flat.layout.index in away,
         )
     )
     assembly = Assembly(
@@ -104,7 +116,7 @@ def assemble(module: nn.Module, comm: Communicator, choices: Choices) -> Assembl
         frozen=[flat for flat in flats if not flat.layout.trained],
         stage=stage,
         arrivals=arrivals,
-        optimizer=FlatOptimizer(choices.optimizer, groups.settings, trained, stage.part),
+        optimizer=FlatOptimizer(choices.optimizer, groups.settings, trained, stage.part, offload),
         unit_uses=build.count_uses(module, units),
     )
     _start_values(assembly, values)
@@ -122,7 +134,7 @@ def _start_values(parts: Assembly, values: Values) -> None:
             span = flat.layout.shard(flat.shard_index) if is_shard else whole
             drawn = values.of_span(flat, span)
             part.copy_(drawn)
-            if flat.layout.trained and flat.dtypes.has_master:
+            if flat.layout.trained and parts.optimizer.has_copy(flat):
                 parts.optimizer.write_master(flat, drawn)
             if is_shard and not flat.sharded:
                 parts.comm.all_gather(flat.whole, axis="shard", unit=flat.layout.name).wait()

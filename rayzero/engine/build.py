@@ -95,6 +95,7 @@ def make_flats(
     precision: PrecisionOptions,
     shard_index: int,
     sharded: bool,
+    on_host: bool,
     device: torch.device,
 ) -> list[Flat]:
     """Give each layout its memory and point the parameters at it."""
@@ -111,6 +112,7 @@ def make_flats(
             shard_index=shard_index,
             device=device,
             sharded=sharded and not layout.persistent,
+            on_host=on_host and sharded and not layout.persistent,
         )
         for layout in layouts
     ]

@@ -25,7 +25,7 @@ from rayzero.engine.stage import data_axis
 from rayzero.engine.values import Initializer
 from rayzero.errors import ConfigError, EngineError, NonFiniteGradientError
 from rayzero.layout.spec import FlatLayout, TpShard
-from rayzero.records import Holdings, Phase, StepReport
+from rayzero.records import Holdings, Kind, Phase, StepReport
 
 NONFINITE_POLICIES = ("raise", "skip", "ignore")
 
@@ -76,6 +76,7 @@ class ZeroEngine:
             zero=zero,
             precision=precision,
             tensor_parallel=tensor_parallel or {},
+            offload=offload,
             initialize=initialize,
             seed=seed,
         )
@@ -213,7 +214,11 @@ class ZeroEngine:
 
     def held_tensors(self) -> list[torch.Tensor]:
         """List the tensors behind holdings()."""
-        return [tensor for _, _, tensor in holdings.held_tensors(self._parts)]
+        return [tensor for _, _, _, tensor in holdings.held_tensors(self._parts)]
+
+    def held_by_kind(self) -> list[tuple[Kind, torch.Tensor]]:
+        """List them with their kind."""
+        return [(kind, t) for kind, _, _, t in holdings.held_tensors(self._parts)]
 
     def weights_checksum(self) -> str:
         """Sum up the weights this rank holds whole; equal on all data ranks, empty at stage 3."""
@@ -225,6 +230,7 @@ class ZeroEngine:
         """Take the hooks off the module. At stage 3 its parameters stay sharded."""
         self._parts.arrivals.close()
         self._stage.close()
+        self._parts.optimizer.close()
         self.comm.close()
 
     def __enter__(self) -> "ZeroEngine":

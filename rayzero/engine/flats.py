@@ -27,7 +27,8 @@ class Flat:
 
     `whole` holds all parameters of the flat, padded; `shard` this rank's part of it. Where
     parameters stay whole (stages 0-2) shard is a view of whole; where they are sharded (stage 3) it
-    is a tensor of its own and the storage of whole has no bytes between uses.
+    is a tensor of its own, on the host if it is offloaded, and the storage of whole has no bytes
+    between uses.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Flat:
         shard_index: int,
         device: torch.device,
         sharded: bool,
+        on_host: bool = False,
     ) -> None:
         self.layout = layout
         self.dtypes = dtypes
@@ -49,6 +51,9 @@ class Flat:
         span = layout.shard(shard_index)
         own = self.whole[span.start : span.stop]
         self.shard = torch.zeros_like(own) if sharded else own
+        self.is_on_host = on_host
+        if on_host:
+            self.shard = to_host(self.shard)
         self.members = [
             _member(slot.spec.name, parameters[slot.spec.name]) for slot in layout.slots
         ]
@@ -105,6 +110,12 @@ class Flat:
     def placeholder(self) -> torch.Tensor:
         """The scalar that sharded parameters are expanded from."""
         return self._placeholder
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in host memory, pinned where there is a CUDA device to copy to and from."""
+    host = tensor.to("cpu")
+    return host.pin_memory() if torch.cuda.is_available() and host.numel() else host
 
 
 def _member(name: str, parameter: nn.Parameter) -> Member:

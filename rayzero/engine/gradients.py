@@ -10,8 +10,9 @@ from enum import Enum
 import torch
 
 from rayzero.dist.dtypes import BY_NAME
-from rayzero.engine.flats import Flat
+from rayzero.engine.flats import Flat, to_host
 from rayzero.engine.wire import Wire
+from rayzero.records import Where
 
 
 class SumState(Enum):
@@ -111,15 +112,14 @@ class FullGradients:
         self._states = dict.fromkeys(self._states, SumState.EMPTY)
         self._is_finished = False
 
-    def tensors(self) -> list[tuple[Flat, torch.Tensor]]:
-        """List the gradient buffers held."""
-        held = [
-            (f, self._sums[f.layout.index]) for f in self._flats if f.layout.index in self._sums
-        ]
-        return held + [
-            (f, self._earlier[f.layout.index])
-            for f in self._flats
-            if f.layout.index in self._earlier
+    def tensors(self) -> list[tuple[Flat, Where, torch.Tensor]]:
+        """List the gradient buffers held, with their place."""
+        buffers = (self._sums, self._earlier)
+        return [
+            (flat, Where.DEVICE, held[flat.layout.index])
+            for held in buffers
+            for flat in self._flats
+            if flat.layout.index in held
         ]
 
     def _set_aside(self, flat: Flat) -> None:
@@ -137,11 +137,15 @@ class FullGradients:
 
 
 class ShardGradients:
-    """Sums of own shards, each backward's gradients reduced at once: stages 2 and 3."""
+    """Sums of own shards, each backward's gradients reduced at once: stages 2 and 3.
 
-    def __init__(self, flats: Sequence[Flat], wire: Wire) -> None:
+    A flat that is_away has its sum in host memory, copied there as each reduction ends.
+    """
+
+    def __init__(self, flats: Sequence[Flat], wire: Wire, is_away: Callable[[Flat], bool]) -> None:
         self._flats = flats
         self._wire = wire
+        self._is_away = is_away
         self._sums: dict[int, torch.Tensor] = {}
         self._filled: set[int] = set()
         self._is_finished = False
@@ -160,6 +164,8 @@ class ShardGradients:
             return False
         self._is_finished = True
         self._wire.drain()
+        if any(self._is_away(flat) and flat.whole.is_cuda for flat in self._flats):
+            torch.cuda.current_stream().synchronize()  # the host reads next what was copied
         for flat in self._flats:
             if flat.layout.index not in self._filled:
                 self._sum_of(flat).zero_()
@@ -175,28 +181,32 @@ class ShardGradients:
         self._filled.clear()
         self._is_finished = False
 
-    def tensors(self) -> list[tuple[Flat, torch.Tensor]]:
-        """List the gradient buffers held."""
+    def tensors(self) -> list[tuple[Flat, Where, torch.Tensor]]:
+        """List the gradient buffers held, with their place."""
         return [
-            (f, self._sums[f.layout.index]) for f in self._flats if f.layout.index in self._sums
+            (
+                flat,
+                Where.HOST if self._is_away(flat) else Where.DEVICE,
+                self._sums[flat.layout.index],
+            )
+            for flat in self._flats
+            if flat.layout.index in self._sums
         ]
 
     def _add(self, flat: Flat, reduced: torch.Tensor) -> None:
         total = self._sum_of(flat)
         if flat.layout.index in self._filled:
-            total.add_(reduced)
+            total.add_(reduced.to(total.device))
         else:
-            total.copy_(reduced)
+            total.copy_(reduced, non_blocking=True)
             self._filled.add(flat.layout.index)
 
     def _sum_of(self, flat: Flat) -> torch.Tensor:
         index = flat.layout.index
         if index not in self._sums:
-            self._sums[index] = torch.zeros(
-                flat.layout.shard_elements,
-                dtype=BY_NAME[flat.dtypes.accumulate],
-                device=flat.shard.device,
-            )
+            dtype = BY_NAME[flat.dtypes.accumulate]
+            total = flat.whole.new_zeros(flat.layout.shard_elements, dtype=dtype)
+            self._sums[index] = to_host(total) if self._is_away(flat) else total
         return self._sums[index]
 
 

@@ -9,40 +9,60 @@ from rayzero.engine.assembly import Assembly
 from rayzero.engine.flats import Flat
 from rayzero.records import Held, Holdings, Kind, Where
 
+HeldTensor = tuple[Kind, Where, Flat | None, torch.Tensor]
 
-def held_tensors(parts: Assembly) -> Iterator[tuple[Kind, Flat | None, torch.Tensor]]:
-    """Yield every tensor the engine holds between calls, with its kind and its flat, if any."""
+
+def held_tensors(parts: Assembly) -> Iterator[HeldTensor]:
+    """Yield every tensor the engine holds between calls: kind, place, its flat if any, tensor."""
+    device = Where.DEVICE
     for flat in parts.flats:
-        yield Kind.PARAMETERS, flat, flat.shard if flat.sharded else flat.whole
+        place = Where.HOST if flat.is_on_host else device
+        yield Kind.PARAMETERS, place, flat, flat.shard if flat.sharded else flat.whole
         if flat.sharded:
-            yield Kind.GATHERED, None, flat.whole
-            yield Kind.COUNTERS, None, flat.placeholder
-    for flat, tensor in parts.stage.gradient_tensors():
-        yield Kind.GRADIENTS, flat, tensor
-    for flat, tensor in parts.optimizer.masters():
-        yield Kind.MASTER, flat, tensor
-    for flat, tensor in parts.optimizer.state():
-        is_moment = tensor.dim() == 1 and tensor.numel() == parts.stage.part(flat).numel()
-        yield (Kind.MOMENTS, flat, tensor) if is_moment else (Kind.COUNTERS, None, tensor)
+            yield Kind.GATHERED, device, None, flat.whole
+            yield Kind.COUNTERS, device, None, flat.placeholder
+    for flat, place, tensor in parts.stage.gradient_tensors():
+        yield Kind.GRADIENTS, place, flat, tensor
+    yield from _optimizer_tensors(parts)
     for tensor in parts.stage.bucket_tensors():
-        yield Kind.BUCKETS, None, tensor
+        yield Kind.BUCKETS, device, None, tensor
     for buffer in parts.module.buffers():
-        yield Kind.MODULE_BUFFERS, None, buffer
+        yield Kind.MODULE_BUFFERS, device, None, buffer
+
+
+def _optimizer_tensors(parts: Assembly) -> Iterator[HeldTensor]:
+    optimizer = parts.optimizer
+    for flat, tensor in optimizer.masters():
+        yield Kind.MASTER, optimizer.where(flat), flat, tensor
+    for flat, tensor in optimizer.state():
+        is_moment = tensor.dim() == 1 and tensor.numel() == parts.stage.part(flat).numel()
+        if is_moment:
+            yield Kind.MOMENTS, optimizer.where(flat), flat, tensor
+        elif tensor.numel():
+            place = Where.DEVICE if optimizer.where(flat) is Where.DEVICE else Where.HOST
+            yield Kind.COUNTERS, place, None, tensor
+    for tensor in optimizer.staging():
+        yield Kind.STAGING, Where.HOST, None, tensor
 
 
 def count(parts: Assembly) -> Holdings:
     """Count what the engine holds now."""
     census = Census()
-    for kind, flat, tensor in held_tensors(parts):
-        census.count(kind, tensor, padding_bytes=padding_bytes(flat, tensor) if flat else 0)
+    for kind, where, flat, tensor in held_tensors(parts):
+        padding = _padding(flat, tensor.numel()) * tensor.itemsize if flat else 0
+        census.count(kind, where, tensor, padding_bytes=padding)
+    for kind, flat, itemsize in parts.optimizer.disk_files():
+        elements = parts.stage.part(flat).numel()
+        padding = _padding(flat, elements) * itemsize
+        census.add(kind, Where.DISK, elements * itemsize, padding_bytes=padding)
     return census.holdings()
 
 
-def padding_bytes(flat: Flat, tensor: torch.Tensor) -> int:
-    """Bytes of padding in a tensor as long as the flat, or as its own shard."""
-    if tensor.numel() == flat.layout.padded:
-        return (flat.layout.padded - flat.layout.numel) * tensor.itemsize
-    return flat.layout.shard_padding(flat.shard_index) * tensor.itemsize
+def _padding(flat: Flat, elements: int) -> int:
+    """Elements of padding in a tensor as long as the flat, or as its own shard."""
+    if elements == flat.layout.padded:
+        return flat.layout.padded - flat.layout.numel
+    return flat.layout.shard_padding(flat.shard_index)
 
 
 class Census:
@@ -53,13 +73,19 @@ class Census:
         self._padding: dict[tuple[Kind, Where], int] = defaultdict(int)
         self._seen: set[int] = set()
 
-    def count(self, kind: Kind, tensor: torch.Tensor, *, padding_bytes: int = 0) -> None:
+    def count(
+        self, kind: Kind, where: Where, tensor: torch.Tensor, *, padding_bytes: int = 0
+    ) -> None:
         """Add a tensor's storage under a kind; padding_bytes of it are padding."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._seen and storage.nbytes():
             self._seen.add(storage._cdata)
-            self._bytes[kind, Where.DEVICE] += storage.nbytes()
-            self._padding[kind, Where.DEVICE] += padding_bytes
+            self.add(kind, where, storage.nbytes(), padding_bytes=padding_bytes)
+
+    def add(self, kind: Kind, where: Where, num_bytes: int, *, padding_bytes: int = 0) -> None:
+        """Add bytes under a kind."""
+        self._bytes[kind, where] += num_bytes
+        self._padding[kind, where] += padding_bytes
 
     def holdings(self) -> Holdings:
         """Return the count."""

@@ -37,6 +37,15 @@ class LossScale:
             )
         self.value /= 2.0
 
+    def numbers(self) -> dict[str, float]:
+        """Return what a checkpoint keeps."""
+        return {"value": self.value, "good_steps": self._good_steps}
+
+    def restore(self, numbers: dict[str, float]) -> None:
+        """Go on from a checkpoint's numbers; a static scale stays what it is."""
+        if self.is_dynamic and numbers:
+            self.value, self._good_steps = numbers["value"], int(numbers["good_steps"])
+
 
 def _number(option: str | float | None) -> float:
     if option is None:

@@ -1,14 +1,22 @@
 """The user's torch optimizer on flat shards, with master copies where parameters are narrower."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from rayzero.dist.dtypes import BY_NAME
-from rayzero.engine.flats import Flat
+from rayzero.dist.fake import with_values
+from rayzero.engine.disk_states import DiskFlat, DiskStates
+from rayzero.engine.flats import Flat, to_host
+from rayzero.engine.options import OffloadOptions
+from rayzero.engine.shelf import Shelf
 from rayzero.errors import ConfigError, EngineError
+from rayzero.layout.plan import offloaded
+from rayzero.records import Kind, Where
+
+PLACES = {"none": Where.DEVICE, "host": Where.HOST, "disk": Where.DISK}
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -16,7 +24,8 @@ OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 class FlatOptimizer:
     """One torch optimizer whose tensors are this rank's part of each trained flat.
 
-    `part` cuts from a flat what this rank updates: its shard, or at stage 0 the whole.
+    `part` cuts from a flat what this rank updates: its shard, or at stage 0 the whole. A flat has a
+    copy for the optimizer where the master is wider or the states are offloaded.
     """
 
     def __init__(
@@ -25,45 +34,64 @@ class FlatOptimizer:
         settings: Sequence[dict[str, Any]],
         flats: Sequence[Flat],
         part: Callable[[Flat], torch.Tensor],
+        offload: OffloadOptions,
     ) -> None:
-        check_element_wise(factory)
+        moments = probe_moments(factory)
         self._flats = flats
         self._part = part
-        self._targets = [self._target(flat) for flat in flats]
+        self._offload = offload
+        self._positions = {flat.layout.index: i for i, flat in enumerate(flats)}
+        self._away = offloaded([flat.layout for flat in flats], offload.optimizer, offload.fraction)
+        self._targets = [self._make_target(flat) for flat in flats]
         self._stepping = False
         groups = [{**group, "params": []} for group in settings]
         for flat, target in zip(flats, self._targets, strict=True):
             groups[flat.layout.group]["params"].append(target)
         self.torch_optimizer = factory(groups)
         self.torch_optimizer.register_step_pre_hook(self._refuse_outside_step)
+        self._disk = self._make_disk(moments) if offload.optimizer == "disk" else None
+
+    def target(self, flat: Flat) -> nn.Parameter:
+        """Return the tensor that torch's optimizer updates for a flat."""
+        return self._targets[self._positions[flat.layout.index]]
+
+    def has_copy(self, flat: Flat) -> bool:
+        """Whether the optimizer updates a copy of the flat's part."""
+        place = self._offload.optimizer if flat.layout.index in self._away else "none"
+        return flat.dtypes.has_master or place != ("host" if flat.is_on_host else "none")
+
+    def where(self, flat: Flat) -> Where:
+        """Return where a flat's master and moments live."""
+        place = self._offload.optimizer if flat.layout.index in self._away else "none"
+        return PLACES[place]
 
     def write_master(self, flat: Flat, values: torch.Tensor) -> None:
         """Set a flat's master to values in master precision (1-d, as long as the part)."""
-        position = next(i for i, f in enumerate(self._flats) if f is flat)
-        self._targets[position].data.copy_(values)
+        if self._disk is not None and flat.layout.index in self._away:
+            self._disk.write_master(flat.layout.index, values)
+        else:
+            self.target(flat).data.copy_(values)
 
     def update(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Step on gradients (one per flat, as long as the part), then refresh the parameters."""
-        same = [g.dtype is t.dtype for g, t in zip(gradients, self._targets, strict=True)]
-        if all(same):
-            self._assign(range(len(gradients)), gradients)
-            self._step()
-        else:
-            # A gradient in another dtype is widened one flat at a time, not all at once.
-            for index, gradient in enumerate(gradients):
-                self._assign([index], [gradient.to(self._targets[index].dtype)])
-                self._step()
-        for flat, target in zip(self._flats, self._targets, strict=True):
-            if flat.dtypes.has_master:
-                self._part(flat).copy_(target.data)
+        """Step on gradients (one per flat, as long as the part), then refresh the parameters.
+
+        Gradients that lie as their targets do are stepped on in one call. The others, and flats on
+        disk, are taken one at a time, so that no more than one is ever widened or staged.
+        """
+        fits = [_fits(g, t) for g, t in zip(gradients, self._targets, strict=True)]
+        together = [i for i, fit in enumerate(fits) if fit and not self._on_disk(i)]
+        self._step(together, [gradients[i] for i in together])
+        for i in range(len(fits)):
+            if i not in set(together) and not self._on_disk(i):
+                self._step([i], [gradients[i]])
+        for index in self._disk.staged() if self._disk is not None else ():
+            i = self._positions[index]
+            self._step([i], [gradients[i]])
 
     def masters(self) -> list[tuple[Flat, torch.Tensor]]:
-        """List the master copies held."""
-        return [
-            (f, t.data)
-            for f, t in zip(self._flats, self._targets, strict=True)
-            if f.dtypes.has_master
-        ]
+        """List the copies held in memory."""
+        pairs = zip(self._flats, self._targets, strict=True)
+        return [(f, t.data) for f, t in pairs if self.has_copy(f)]
 
     def state(self) -> list[tuple[Flat, torch.Tensor]]:
         """List the tensors of the optimizer's state: moments as long as the part, and counters."""
@@ -73,19 +101,56 @@ class FlatOptimizer:
             held += [(flat, v) for v in values if isinstance(v, torch.Tensor)]
         return held
 
-    def _target(self, flat: Flat) -> nn.Parameter:
+    def staging(self) -> list[torch.Tensor]:
+        """List the buffers between disk and memory."""
+        return self._disk.tensors() if self._disk is not None else []
+
+    def disk_files(self) -> list[tuple[Kind, Flat, int]]:
+        """List the files that hold values as long as a flat's part: kind, flat, itemsize."""
+        files = self._disk.files() if self._disk is not None else []
+        return [(kind, self._flats[self._positions[i]], size) for kind, i, size in files]
+
+    def close(self) -> None:
+        """Remove the files of states on disk."""
+        if self._disk is not None:
+            self._disk.close()
+
+    def _make_target(self, flat: Flat) -> nn.Parameter:
         part = self._part(flat)
-        if flat.dtypes.has_master:
-            return nn.Parameter(part.to(BY_NAME[flat.dtypes.master]))
-        return nn.Parameter(part)
+        if not self.has_copy(flat):
+            return nn.Parameter(part)
+        dtype = BY_NAME[flat.dtypes.master]
+        if flat.layout.index not in self._away:
+            return nn.Parameter(torch.zeros_like(part, dtype=dtype))
+        # On disk it has no elements but while it is staged.
+        elements = 0 if self._offload.optimizer == "disk" else part.numel()
+        return nn.Parameter(to_host(torch.zeros(elements, dtype=dtype)))
 
-    def _assign(self, indices: Iterable[int], gradients: Sequence[torch.Tensor]) -> None:
-        for target in self._targets:
-            target.grad = None
-        for index, gradient in zip(indices, gradients, strict=True):
-            self._targets[index].grad = gradient
+    def _make_disk(self, moments: Sequence[str]) -> DiskStates:
+        away = [f for f in self._flats if f.layout.index in self._away]
+        flats = [
+            DiskFlat(
+                index=flat.layout.index,
+                target=self.target(flat),
+                elements=self._part(flat).numel(),
+                state=self.torch_optimizer.state[self.target(flat)],
+                moments=tuple(moments),
+            )
+            for flat in away
+        ]
+        assert self._offload.folder is not None
+        return DiskStates(Shelf(self._offload.folder), flats)
 
-    def _step(self) -> None:
+    def _on_disk(self, position: int) -> bool:
+        return self._disk is not None and self._flats[position].layout.index in self._away
+
+    def _step(self, positions: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Update these flats alone, and their parameters from them."""
+        if not positions:
+            return
+        for position, gradient in zip(positions, gradients, strict=True):
+            target = self._targets[position]
+            target.grad = gradient.to(target.device, target.dtype)
         self._stepping = True
         try:
             self.torch_optimizer.step()
@@ -93,6 +158,10 @@ class FlatOptimizer:
             self._stepping = False
             for target in self._targets:
                 target.grad = None
+        for position in positions:
+            flat = self._flats[position]
+            if self.has_copy(flat):
+                self._part(flat).copy_(self._targets[position].data, non_blocking=True)
 
     def _refuse_outside_step(self, *_: Any) -> None:
         if not self._stepping:
@@ -101,16 +170,22 @@ class FlatOptimizer:
             )
 
 
-def check_element_wise(factory: OptimizerFactory) -> None:
-    """Raise ConfigError for an optimizer that treats a tensor and its two halves differently.
+def _fits(gradient: torch.Tensor, target: torch.Tensor) -> bool:
+    return gradient.dtype is target.dtype and gradient.device == target.device
 
-    ZeRO cuts tensors at shard borders, so an update must not look beyond its element.
+
+@with_values()
+def probe_moments(factory: OptimizerFactory) -> list[str]:
+    """Return the names of the optimizer's moments; raise ConfigError if it is not element-wise.
+
+    Found by behaviour: two steps on a tensor and on its halves must agree, since ZeRO cuts tensors
+    at shard borders and an update must not look beyond its element.
     """
     start = torch.linspace(-1.0, 1.0, 64)
     gradient = torch.linspace(2.0, -1.0, 64).sin()
     try:
-        whole = _two_steps(factory, [start], [gradient])
-        halves = _two_steps(factory, list(start.chunk(2)), list(gradient.chunk(2)))
+        whole, state = _two_steps(factory, [start], [gradient])
+        halves, _ = _two_steps(factory, list(start.chunk(2)), list(gradient.chunk(2)))
     except Exception as error:
         raise ConfigError(
             f"the optimizer cannot step on 1-d shards of parameters ({error}); ZeRO needs an "
@@ -122,15 +197,16 @@ def check_element_wise(factory: OptimizerFactory) -> None:
             "two steps on a tensor and on its halves differ. ZeRO cuts parameters at shard "
             "borders; use an element-wise optimizer such as torch.optim.AdamW or SGD"
         )
+    return [k for k, v in state.items() if isinstance(v, torch.Tensor) and v.numel() == 64]
 
 
 def _two_steps(
     factory: OptimizerFactory, values: list[torch.Tensor], gradients: list[torch.Tensor]
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, dict[str, Any]]:
     parameters = [nn.Parameter(v.clone()) for v in values]
     optimizer = factory([{"params": parameters}])
     for _ in range(2):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
         optimizer.step()
-    return torch.cat([p.detach() for p in parameters])
+    return torch.cat([p.detach() for p in parameters]), dict(optimizer.state[parameters[0]])

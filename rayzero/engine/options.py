@@ -77,7 +77,11 @@ class PrecisionOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadOptions:
-    """Which states leave the device: "none", "host" or "disk" (in `folder`)."""
+    """Which states leave the device: "none", "host" or "disk" (files in `folder`).
+
+    optimizer: masters and moments, with the shards of gradients in host memory (stages 2 and 3).
+    params: shards of parameters between uses (stage 3). fraction: of the optimizer's states.
+    """
 
     optimizer: str = "none"
     params: str = "none"
@@ -89,7 +93,11 @@ class OffloadOptions:
             value = getattr(self, key)
             if value not in ("none", "host", "disk"):
                 raise ConfigError(f"offload.{key}={value!r} is unknown; allowed: none, host, disk")
-            if value != "none":
-                raise NotBuiltYetError(
-                    f"offload.{key}={value} is not built yet; set offload.{key}=none"
-                )
+        if "disk" in (self.optimizer, self.params) and self.folder is None:
+            raise ConfigError("offload to disk needs offload.folder, a folder with room for it")
+        if not 0.0 <= self.fraction <= 1.0:
+            raise ConfigError(f"offload.fraction={self.fraction} is outside 0 to 1")
+        if self.params == "disk":
+            raise NotBuiltYetError(
+                "offload.params=disk is not built yet; set offload.params=host or none"
+            )

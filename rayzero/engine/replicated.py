@@ -10,6 +10,7 @@ import torch
 from rayzero.engine.flats import Flat
 from rayzero.engine.gradients import FullGradients
 from rayzero.engine.stage import StageParts
+from rayzero.records import Where
 
 
 class Replicated:
@@ -65,8 +66,8 @@ class Replicated:
     def release(self, flats: Sequence[Flat]) -> None:
         """Parameters stay whole."""
 
-    def gradient_tensors(self) -> list[tuple[Flat, torch.Tensor]]:
-        """List the gradient buffers held."""
+    def gradient_tensors(self) -> list[tuple[Flat, Where, torch.Tensor]]:
+        """List the gradient buffers held, with their place."""
         return self._gradients.tensors()
 
     def bucket_tensors(self) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from rayzero.dist.comm import Communicator
 from rayzero.engine.flats import Flat
 from rayzero.engine.options import ZeroOptions
 from rayzero.engine.wire import Wire
+from rayzero.records import Where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class StageParts:
     device: torch.device
     in_backward: Callable[[], bool]
     is_final: Callable[[Flat], bool]
+    is_away: Callable[[Flat], bool]
+    """Whether a flat's optimizer states, and with them its gradient shard, are offloaded."""
 
     @property
     def data_axis(self) -> str:
@@ -118,8 +121,8 @@ class Stage(Protocol):
     def release(self, flats: Sequence[Flat]) -> None:
         """End what `gathered` began."""
 
-    def gradient_tensors(self) -> list[tuple[Flat, torch.Tensor]]:
-        """List the gradient buffers held."""
+    def gradient_tensors(self) -> list[tuple[Flat, Where, torch.Tensor]]:
+        """List the gradient buffers held, with their place."""
 
     def bucket_tensors(self) -> list[torch.Tensor]:
         """List the buffers held for transfers."""

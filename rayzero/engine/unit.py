@@ -50,7 +50,7 @@ class Unit:
             return
         for flat in self.flats:
             flat.allocate()
-            flat.own(flat.whole).copy_(flat.shard)
+            flat.own(flat.whole).copy_(flat.shard, non_blocking=True)
             self._handles.append(
                 self._comm.all_gather(flat.whole, axis="shard", unit=flat.layout.name)
             )

@@ -29,7 +29,7 @@ def full_tensors(
     for flat, held in pairs:
         buffer = held
         if held.numel() != flat.layout.padded:
-            buffer = held.new_zeros(flat.layout.padded)
+            buffer = flat.whole.new_zeros(flat.layout.padded, dtype=held.dtype)
             flat.own(buffer).copy_(held)
             comm.all_gather(buffer, axis="shard", unit=flat.layout.name).wait()
         for slot, view in zip(flat.layout.slots, flat.views_of(buffer), strict=True):
@@ -70,7 +70,7 @@ def _take_over(parts: Assembly, flat: Flat, writer_rank: int) -> None:
     parts.comm.broadcast(flat.whole, axis="replicate", unit=flat.layout.name)
     if flat.sharded:
         flat.shard.copy_(flat.own(flat.whole))
-    if flat.layout.trained and flat.dtypes.has_master:
+    if flat.layout.trained and parts.optimizer.has_copy(flat):
         parts.optimizer.write_master(flat, parts.stage.part(flat))
 
 

@@ -11,6 +11,7 @@ import torch
 from rayzero.engine.flats import Flat
 from rayzero.engine.gradients import FullGradients
 from rayzero.engine.stage import StageParts, all_gather_updated, average_over_replicas
+from rayzero.records import Where
 
 
 class Zero1:
@@ -71,8 +72,8 @@ class Zero1:
     def release(self, flats: Sequence[Flat]) -> None:
         """Parameters stay whole."""
 
-    def gradient_tensors(self) -> list[tuple[Flat, torch.Tensor]]:
-        """List the gradient buffers held."""
+    def gradient_tensors(self) -> list[tuple[Flat, Where, torch.Tensor]]:
+        """List the gradient buffers held, with their place."""
         return self._gradients.tensors()
 
     def bucket_tensors(self) -> list[torch.Tensor]:

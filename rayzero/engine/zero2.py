@@ -11,6 +11,7 @@ import torch
 from rayzero.engine.flats import Flat
 from rayzero.engine.gradients import ShardGradients
 from rayzero.engine.stage import StageParts, all_gather_updated, average_over_replicas
+from rayzero.records import Where
 
 
 class Zero2:
@@ -19,7 +20,7 @@ class Zero2:
     def __init__(self, parts: StageParts) -> None:
         self._parts = parts
         self._wire = parts.wire("reduce_scatter", lambda f: True)
-        self._gradients = ShardGradients(parts.trained, self._wire)
+        self._gradients = ShardGradients(parts.trained, self._wire, parts.is_away)
 
     def part(self, flat: Flat) -> torch.Tensor:
         """The own shard."""
@@ -67,8 +68,8 @@ class Zero2:
     def release(self, flats: Sequence[Flat]) -> None:
         """Parameters stay whole."""
 
-    def gradient_tensors(self) -> list[tuple[Flat, torch.Tensor]]:
-        """List the gradient buffers held."""
+    def gradient_tensors(self) -> list[tuple[Flat, Where, torch.Tensor]]:
+        """List the gradient buffers held, with their place."""
         return self._gradients.tensors()
 
     def bucket_tensors(self) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from rayzero.engine.prefetch import Prefetcher
 from rayzero.engine.stage import StageParts, all_gather_updated, average_over_replicas
 from rayzero.engine.unit import Unit, build_units
 from rayzero.engine.units import UnitHooks
+from rayzero.records import Where
 
 
 class Zero3:
@@ -34,7 +35,7 @@ class Zero3:
             prefetcher=lambda: self._prefetcher(parts.zero),
         )
         self._wire = parts.wire("reduce_scatter", lambda f: True)
-        self._gradients = ShardGradients(parts.trained, self._wire)
+        self._gradients = ShardGradients(parts.trained, self._wire, parts.is_away)
 
     def part(self, flat: Flat) -> torch.Tensor:
         """The own shard."""
@@ -94,8 +95,8 @@ class Zero3:
         for unit in self._units_of(flats):
             unit.reshard()
 
-    def gradient_tensors(self) -> list[tuple[Flat, torch.Tensor]]:
-        """List the gradient buffers held."""
+    def gradient_tensors(self) -> list[tuple[Flat, Where, torch.Tensor]]:
+        """List the gradient buffers held, with their place."""
         return self._gradients.tensors()
 
     def bucket_tensors(self) -> list[torch.Tensor]:

@@ -49,6 +49,19 @@ def plan_units(
     return (*sharded, *moved)
 
 
+def offloaded(flats: Sequence[FlatLayout], place: str, fraction: float) -> set[int]:
+    """Choose the flats whose states leave the device: the first ones that fit in the fraction."""
+    if place == "none":
+        return set()
+    limit = fraction * sum(flat.padded for flat in flats)
+    chosen, total = set(), 0
+    for flat in flats:
+        if total + flat.padded <= limit:
+            chosen.add(flat.index)
+            total += flat.padded
+    return chosen
+
+
 def _key(spec: ParamSpec) -> Key:
     return (spec.unit, spec.dtype, spec.group, spec.trained)
 

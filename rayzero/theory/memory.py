@@ -5,13 +5,14 @@ stage 0 holds 2 Psi + 2 Psi + K Psi, stage 1 2 Psi + 2 Psi + K Psi/N, stage 2 2 
 stage 3 (4+K) Psi/N (Rajbhandari et al., arXiv:1910.02054, section 5 and figure 1).
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 
 from rayzero.config.cell import CellConfig
+from rayzero.config.zero import Place
 from rayzero.layout.dtypes import ITEMSIZE
 from rayzero.layout.spec import FlatLayout
 from rayzero.layout.volume import swaps
-from rayzero.records import Held, Holdings, Kind
+from rayzero.records import Held, Holdings, Kind, Where
 from rayzero.theory.question import COUNTER_BYTES, Question, question_of
 
 DEFAULT_BUCKET_ELEMENTS = 4 * 1024 * 1024
@@ -23,40 +24,28 @@ def holdings_of(
 ) -> Holdings:
     """Return what the rank holds between steps: gradients and buckets live from the first backward,
     moments and counters from the first applied step."""
-    q = question
-    entries = [
-        _sum(Kind.PARAMETERS, q, q.layouts, q.is_sharded, lambda f: f.dtype),
-        _sum(
-            Kind.MASTER,
-            q,
-            [f for f in q.trained if q.dtypes(f).has_master],
-            lambda f: q.stage >= 1,
-            lambda f: q.dtypes(f).master,
-        ),
-        Held(kind=Kind.MODULE_BUFFERS, num_bytes=q.buffers_bytes),
-        Held(kind=Kind.COUNTERS, num_bytes=_placeholders(q) + (_counters(q) if after_step else 0)),
-    ]
+    lines = list(_parameters(question))
+    lines += _states(question, after_backward=after_backward, after_step=after_step)
+    lines.append(Held(kind=Kind.MODULE_BUFFERS, num_bytes=question.buffers_bytes))
     if after_backward:
-        entries.append(
-            _sum(
-                Kind.GRADIENTS,
-                q,
-                q.trained,
-                lambda f: q.stage >= 2,
-                lambda f: q.dtypes(f).accumulate,
-            )
-        )
-        entries.append(Held(kind=Kind.BUCKETS, num_bytes=bucket_bytes(q)))
+        lines.append(Held(kind=Kind.BUCKETS, num_bytes=bucket_bytes(question)))
     if after_step:
-        one = _sum(Kind.MOMENTS, q, q.trained, lambda f: q.stage >= 1, lambda f: q.dtypes(f).master)
-        entries.append(
-            Held(
-                kind=Kind.MOMENTS,
-                num_bytes=one.num_bytes * q.optimizer.moments,
-                padding_bytes=one.padding_bytes * q.optimizer.moments,
-            )
-        )
-    return Holdings(entries=tuple(e for e in entries if e.num_bytes))
+        staging = staging_bytes(question)
+        lines.append(Held(kind=Kind.STAGING, where=Where.HOST, num_bytes=staging))
+    return _merged(lines)
+
+
+def staging_bytes(question: Question) -> int:
+    """Bytes of the two sets of buffers between disk and memory: a master and its moments each."""
+    q = question
+    on_disk = [flat for flat in q.trained if q.where(flat) is Where.DISK]
+    longest: dict[str, int] = {}
+    for flat in on_disk:
+        elements = flat.shard_elements if q.stage >= 1 else flat.padded
+        name = q.dtypes(flat).master
+        longest[name] = max(longest.get(name, 0), elements)
+    one = sum(n * ITEMSIZE[name] for name, n in longest.items()) * (1 + q.optimizer.moments)
+    return min(2, len(on_disk)) * one
 
 
 def bucket_bytes(question: Question) -> int:
@@ -90,33 +79,60 @@ def cell_state_bytes(config: CellConfig, world: int) -> int:
     return cell_holdings(config, world, rank=0, pairwise=False).bytes_of(*STATES)
 
 
-def _sum(
-    kind: Kind,
-    question: Question,
-    flats: "tuple[FlatLayout, ...] | list[FlatLayout]",
-    sharded: Callable[[FlatLayout], bool],
-    dtype: Callable[[FlatLayout], str],
+def _parameters(question: Question) -> Iterator[Held]:
+    for flat in question.layouts:
+        is_sharded = question.is_sharded(flat)
+        away = is_sharded and question.offload.params is Place.HOST
+        place = Where.HOST if away else Where.DEVICE
+        yield _held(Kind.PARAMETERS, place, question, flat, flat.dtype, is_sharded)
+        if is_sharded:
+            # One scalar, which the flat's parameters show while they are sharded.
+            yield Held(kind=Kind.COUNTERS, num_bytes=ITEMSIZE[flat.dtype])
+
+
+def _states(question: Question, *, after_backward: bool, after_step: bool) -> Iterator[Held]:
+    q = question
+    for flat in q.trained:
+        place, dtypes = q.where(flat), q.dtypes(flat)
+        memory = Where.DEVICE if place is Where.DEVICE else Where.HOST
+        if q.has_copy(flat):
+            yield _held(Kind.MASTER, place, q, flat, dtypes.master, q.stage >= 1)
+        if after_backward:
+            where = memory if q.stage >= 2 else Where.DEVICE
+            yield _held(Kind.GRADIENTS, where, q, flat, dtypes.accumulate, q.stage >= 2)
+        if after_step:
+            moment = _held(Kind.MOMENTS, place, q, flat, dtypes.master, q.stage >= 1)
+            yield from [moment] * q.optimizer.moments
+            counters = q.optimizer.counters * COUNTER_BYTES
+            yield Held(kind=Kind.COUNTERS, where=memory, num_bytes=counters)
+
+
+def _held(
+    kind: Kind, where: Where, question: Question, flat: FlatLayout, dtype: str, sharded: bool
 ) -> Held:
-    """Sum flats, or their own shards where the kind is sharded."""
-    total = padding = 0
-    for flat in flats:
-        size = ITEMSIZE[dtype(flat)]
-        if sharded(flat):
-            total += flat.shard_elements * size
-            padding += flat.shard_padding(question.shard_index) * size
-        else:
-            total += flat.padded * size
-            padding += (flat.padded - flat.numel) * size
-    return Held(kind=kind, num_bytes=total, padding_bytes=padding)
+    """Return a flat's bytes, or those of its own shard."""
+    size = ITEMSIZE[dtype]
+    if sharded:
+        elements, padding = flat.shard_elements, flat.shard_padding(question.shard_index)
+    else:
+        elements, padding = flat.padded, flat.padded - flat.numel
+    return Held(kind=kind, where=where, num_bytes=elements * size, padding_bytes=padding * size)
 
 
-def _counters(question: Question) -> int:
-    return len(question.trained) * question.optimizer.counters * COUNTER_BYTES
-
-
-def _placeholders(question: Question) -> int:
-    """Stage 3 keeps one scalar per flat, which its parameters show while they are sharded."""
-    return sum(ITEMSIZE[flat.dtype] for flat in question.layouts if question.is_sharded(flat))
+def _merged(lines: Iterable[Held]) -> Holdings:
+    """Sum lines of the same kind and place."""
+    sums: dict[tuple[Kind, Where], tuple[int, int]] = {}
+    for line in lines:
+        num_bytes, padding = sums.get((line.kind, line.where), (0, 0))
+        key = (line.kind, line.where)
+        sums[key] = (num_bytes + line.num_bytes, padding + line.padding_bytes)
+    return Holdings(
+        entries=tuple(
+            Held(kind=kind, where=where, num_bytes=num_bytes, padding_bytes=padding)
+            for (kind, where), (num_bytes, padding) in sums.items()
+            if num_bytes
+        )
+    )
 
 
 def _scratch(question: Question, flat: FlatLayout) -> int:

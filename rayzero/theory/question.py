@@ -1,15 +1,18 @@
 """What theory is asked about: one rank of one cell, as layouts and numbers without torch."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rayzero.config.cell import CellConfig
 from rayzero.config.optimizer import OptimizerConfig, OptimizerKind
 from rayzero.config.precision import PrecisionConfig
+from rayzero.config.zero import OffloadConfig, Place
 from rayzero.layout.dtypes import FlatDtypes, dtypes_of
-from rayzero.layout.plan import plan_buckets, plan_units
+from rayzero.layout.plan import offloaded, plan_buckets, plan_units
 from rayzero.layout.spec import FlatLayout, ParamSpec, TpShard
+from rayzero.records import Where
 from rayzero.theory.shapes import ModelShape, shape_of
 
+PLACES = {Place.NONE: Where.DEVICE, Place.HOST: Where.HOST, Place.DISK: Where.DISK}
 COUNTER_BYTES = 4
 """torch's optimizers keep the number of steps as one fp32 scalar per tensor."""
 
@@ -45,6 +48,7 @@ class Question:
     replicate_index: int = 0
     replicate: int = 1
     precision: PrecisionConfig
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     optimizer: OptimizerShape = OptimizerShape(moments=2, counters=1)
     overlap: bool = True
     pairwise: bool = True
@@ -78,6 +82,18 @@ class Question:
             accumulate=self.precision.accumulate.value,
             master=self.precision.master.value,
         )
+
+    def where(self, flat: FlatLayout) -> Where:
+        """Where the optimizer's states of a flat live."""
+        place = self.offload.optimizer
+        away = offloaded(self.trained, place.value, self.offload.fraction)
+        return PLACES[place] if flat.index in away else Where.DEVICE
+
+    def has_copy(self, flat: FlatLayout) -> bool:
+        """Whether the optimizer updates a copy of the flat's parameters."""
+        is_away = self.is_sharded(flat) and self.offload.params is Place.HOST
+        home = Where.HOST if is_away else Where.DEVICE
+        return self.dtypes(flat).has_master or self.where(flat) is not home
 
     def uses_of(self, unit: str) -> int:
         """How many modules use a unit in one forward."""
@@ -113,6 +129,7 @@ def question_of(
         replicate_index=data_index // grid.shard,
         replicate=grid.replicate,
         precision=config.precision,
+        offload=config.offload,
         optimizer=optimizer_shape(config.optimizer),
         overlap=config.zero.overlap,
         pairwise=pairwise,

@@ -7,7 +7,8 @@ from typing import Protocol
 import torch
 
 from rayzero.config.cell import CellConfig
-from rayzero.dist.process import Seat
+from rayzero.config.zero import Place
+from rayzero.dist.process import Seat, return_freed_pages
 from rayzero.engine import ZeroEngine
 from rayzero.errors import DataError
 from rayzero.records import Phase, Progress, RankReport, StepSample, Transfer
@@ -19,6 +20,8 @@ from rayzero.train.build import build_engine, build_schedule
 from rayzero.train.data import Data, load_data
 from rayzero.train.theory import num_params, question_for
 from rayzero.train.trainer import LocalStep, Trainer
+
+FREED_PAGES_ABOVE = 1 << 20
 
 
 class Member(Protocol):
@@ -36,6 +39,8 @@ def run_rank(member: Member, config: CellConfig) -> RankReport:
     """Run one cell on this rank; the process group stands."""
     started = time.perf_counter()
     probe.reset_host_peak()
+    if Place.DISK in (config.offload.optimizer, config.offload.params):
+        return_freed_pages(above_bytes=FREED_PAGES_ABOVE)
     seat = member.seat
     device = torch.device(seat.device)
     data = load_data(config.data, vocab_size=config.model.vocab_size)

@@ -29,6 +29,7 @@ def question_for(config: CellConfig, engine: ZeroEngine, world: int, rank: int) 
         replicate_index=engine.comm.rank("replicate"),
         replicate=engine.comm.size("replicate"),
         precision=config.precision,
+        offload=config.offload,
         optimizer=optimizer_shape(config.optimizer),
         overlap=config.zero.overlap,
         pairwise=engine.comm.is_pairwise,

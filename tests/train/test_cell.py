@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,3 +121,24 @@ def test_a_rank_leaves_signs_of_life_and_finds_its_peak(ranks: Pools) -> None:
         assert report.peak_bytes is not None
         assert report.peak_bytes > report.holdings.bytes_of()
         assert report.validation_loss == pytest.approx(5.55, abs=0.3)
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_theory_holds_with_offload(ranks: Pools, tmp_path: Path, place: str) -> None:
+    for stage in range(4):
+        for fraction in (1.0, 0.5):
+            config = config_of(
+                zero={"stage": stage, "bucket_elements": 20_000},
+                offload={"optimizer": place, "folder": str(tmp_path), "fraction": fraction},
+                parallel={"tp": 2},
+            )
+            check_theory([report for report, _ in ranks(4)(run, config)])
+
+
+def test_theory_holds_with_parameters_on_the_host(ranks: Pools) -> None:
+    for optimizer in ("none", "host"):
+        config = config_of(
+            zero={"stage": 3, "persistence_elements": 64},
+            offload={"optimizer": optimizer, "params": "host"},
+        )
+        check_theory([report for report, _ in ranks(2)(run, config)])

@@ -1,0 +1,98 @@
+"""Tensors in plain files: reserved at once, moved by one worker in order, gone at the end.
+
+A touched memory map counts as resident memory, so bytes go through read and write calls into
+staging buffers. Space is reserved when a file is made: a full disk is an error before training.
+"""
+
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rayzero.errors import OffloadError
+
+
+class Shelf:
+    """The files of one rank, in a folder of their own below `folder`."""
+
+    def __init__(self, folder: str) -> None:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self._folder = Path(tempfile.mkdtemp(prefix="rayzero-offload-", dir=folder))
+        except OSError as error:
+            raise OffloadError(
+                f"offload.folder={folder} cannot be written: {error.strerror}; name another folder"
+            ) from error
+        self._files: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="rayzero-shelf")
+        self._cleanup = weakref.finalize(self, _remove, self._folder, self._files, self._worker)
+
+    def reserve(self, name: str, num_bytes: int) -> None:
+        """Make a file of this size; raise OffloadError where the disk has no room for it."""
+        handle = os.open(self._folder / name, os.O_RDWR | os.O_CREAT)
+        self._files[name], self._sizes[name] = handle, num_bytes
+        try:
+            if num_bytes:
+                os.posix_fallocate(handle, 0, num_bytes)
+        except OSError as error:
+            free = shutil.disk_usage(self._folder).free
+            raise OffloadError(
+                f"offload.folder={self._folder.parent} has no room: {num_bytes} bytes were asked "
+                f"for after {sum(self._sizes.values()) - num_bytes}, {free} are free "
+                f"({error.strerror}); name a folder with more room, or lower offload.fraction"
+            ) from error
+
+    def read(self, name: str, into: torch.Tensor) -> "Future[None]":
+        """Fill a tensor from its file, after everything asked for earlier."""
+        return self._worker.submit(self._move, os.preadv, name, into)
+
+    def write(self, name: str, values: torch.Tensor) -> "Future[None]":
+        """Write a tensor to its file, after everything asked for earlier."""
+        return self._worker.submit(self._move, os.pwritev, name, values)
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._cleanup()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file."""
+        return dict(self._sizes)
+
+    def _move(self, call: object, name: str, tensor: torch.Tensor) -> None:
+        assert callable(call)
+        handle = self._files[name]
+        done = 0
+        for piece in _pieces(tensor):
+            moved = call(handle, [piece], done)
+            if moved != piece.nbytes:
+                raise OffloadError(
+                    f"{self._folder / name}: {moved} of {piece.nbytes} bytes were moved at "
+                    f"{done}; is the disk of offload.folder in order?"
+                )
+            done += moved
+
+
+PIECE_BYTES = 1 << 28
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    raw: npt.NDArray[np.uint8] = tensor.detach().view(torch.uint8).numpy()
+    for start in range(0, raw.nbytes, PIECE_BYTES):
+        yield raw[start : start + PIECE_BYTES].data
+
+
+def _remove(folder: Path, files: dict[str, int], worker: ThreadPoolExecutor) -> None:
+    worker.shutdown(wait=True)
+    for handle in files.values():
+        os.close(handle)
+    files.clear()
+    shutil.rmtree(folder, ignore_errors=True)
