@@ -51,6 +51,7 @@ class Pool:
         self.world = world
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __call__(
         self, function: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S
@@ -82,6 +83,9 @@ class Pool:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
     def _collect(self, deadline: float) -> dict[int, tuple[bool, Any]]:
         results: dict[int, tuple[bool, Any]] = {}
@@ -101,11 +105,11 @@ class Pool:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "rayzero.dist.comm"])
-        folder = tempfile.mkdtemp(prefix="rayzero-ranks-")
+        self._folder = tempfile.TemporaryDirectory(prefix="rayzero-ranks-")
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.world, theirs, folder), daemon=True
+                target=_serve, args=(rank, self.world, theirs, self._folder.name), daemon=True
             )
             process.start()
             theirs.close()

@@ -1,0 +1,1 @@
+"""Ray: who owns which device, the gang of ranks, and what became of them."""
