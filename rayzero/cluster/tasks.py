@@ -1,11 +1,35 @@
-"""What a gang's ranks can be asked to do: functions of a member, importable on every node."""
+"""What ranks can be asked to do: functions of a member, importable on every node."""
+
+from collections.abc import Callable
 
 from rayzero.cluster.rank import Member
 from rayzero.config.cell import CellConfig
-from rayzero.records import RankReport
+from rayzero.errors import ClusterError
+from rayzero.records import DryRunReport, RankReport
+from rayzero.sources import sources_hash
+from rayzero.train import dryrun
 from rayzero.train.cell import run_rank
+
+RankTask = Callable[[Member, CellConfig], RankReport]
 
 
 def train_cell(member: Member, config: CellConfig) -> RankReport:
     """Build, train and measure one cell on one rank."""
     return run_rank(member, config)
+
+
+def dry_run(config: CellConfig, *, world: int, rank: int, trace: bool) -> DryRunReport:
+    """Play one rank of a cell in this process: it needs no gang and no memory."""
+    return dryrun.dry_run(config, world=world, rank=rank, trace=trace)
+
+
+def with_same_sources(
+    member: Member, task: RankTask, sources: str, config: CellConfig
+) -> RankReport:
+    """Run a cell's task; raise ClusterError where this rank has other code than the driver."""
+    if sources_hash() != sources:
+        raise ClusterError(
+            f"{member.seat.node} has other sources of rayzero than the driver; install the same "
+            "version on all nodes, or start again if files were edited meanwhile"
+        )
+    return task(member, config)

@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 from rayzero.config.checks import divisors, fit
 from rayzero.config.cluster import ClusterConfig
 from rayzero.config.data import Batching, DataConfig, batching_of
+from rayzero.config.dryrun import DryRunConfig
 from rayzero.config.engine import EngineConfig
 from rayzero.config.model import ModelConfig
 from rayzero.config.optimizer import OptimizerConfig
 from rayzero.config.parallel import Grid, ParallelConfig, grid_of
 from rayzero.config.precision import PrecisionConfig
 from rayzero.config.run import ExperimentConfig, RunConfig, TrackingConfig
+from rayzero.config.tables import TablesConfig
 from rayzero.config.zero import OffloadConfig, Place, ZeroConfig
 
 
@@ -29,6 +31,8 @@ class CellGroups:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    dryrun: DryRunConfig = field(default_factory=DryRunConfig)
+    tables: TablesConfig = field(default_factory=TablesConfig)
     experiment: ExperimentConfig = field(default_factory=ExperimentConfig)
 
 

@@ -1,0 +1,7 @@
+"""python -m rayzero."""
+
+import sys
+
+from rayzero.app import main
+
+sys.exit(main())
