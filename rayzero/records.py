@@ -122,6 +122,8 @@ class RankReport:
     build_s: float
     weights_checksum: str
     """Of the weights this rank holds whole after the last step (stages 0-2); else empty."""
+    restored_steps: int = 0
+    """Of `steps`, the first so many come from a checkpoint and took no time in this run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,3 +236,47 @@ class Progress:
     loss: float
     tokens_per_s: float
     extra: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPoint:
+    """Live bytes on the device at the highest moment of a visit: a unit's part of a phase."""
+
+    phase: Phase
+    unit: str
+    """The block or layer at work; empty between units and in the step."""
+    bytes_by_kind: dict[str, int]
+    """Bytes of what the engine holds, by the value of its Kind, where they are not 0."""
+    activations_bytes: int
+    """All other tensors: activations, and gradients and copies on their way."""
+
+    @property
+    def total_bytes(self) -> int:
+        """All live bytes."""
+        return sum(self.bytes_by_kind.values()) + self.activations_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRunReport:
+    """What a rank of a world that need not exist holds and sends, by engine and by formula."""
+
+    rank: int
+    world: int
+    num_params: int
+    after_init: Holdings
+    after_backward: Holdings
+    after_step: Holdings
+    formula_after_init: Holdings
+    formula_after_backward: Holdings
+    formula_after_step: Holdings
+    transfers: tuple[Transfer, ...]
+    """Every transfer of one step in steady state."""
+    formula_transfers: tuple[Transfer, ...]
+    timeline: tuple[MemoryPoint, ...]
+    """One steady step, visit by visit; empty where it was not traced."""
+    wall_s: float
+
+    @property
+    def peak(self) -> MemoryPoint | None:
+        """Return the highest point of the step, the first of equals."""
+        return max(self.timeline, key=lambda point: point.total_bytes, default=None)

@@ -1,8 +1,8 @@
-"""A shared pool of gloo ranks: spawned once, called by function, killed and rebuilt after any failure.
+"""A shared pool of gloo ranks: spawned once, called by function, rebuilt after any failure.
 
-A test calls `ranks(n)(function, *args)`; the function is module-level, gets a RankContext first and
-runs on every rank with an initialised process group. Results come back by rank. Each call has a hard
-deadline; when it fires, every rank's last line of waiting is printed.
+A test calls `ranks(n)(function, *args)`; the function is module-level, gets a RankContext first
+and runs on every rank with an initialised process group. Results come back by rank. Each call has a
+hard deadline; when it fires, what every rank said or did not say is printed.
 """
 
 import contextlib
@@ -104,7 +104,7 @@ class Pool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "rayzero.dist.comm"])
+        context.set_forkserver_preload(["torch", "torch.distributed", "rayzero.train.cell"])
         self._folder = tempfile.TemporaryDirectory(prefix="rayzero-ranks-")
         for rank in range(self.world):
             ours, theirs = context.Pipe()

@@ -10,7 +10,13 @@ from torch.distributed.distributed_c10d import Store
 
 from rayzero.dist.dtypes import name_of
 from rayzero.dist.ledger import Ledger, Line
-from rayzero.dist.transport import Pairwise, Pending, Transport, transport_for
+from rayzero.dist.transport import (
+    Pairwise,
+    Pending,
+    Transport,
+    TransportFactory,
+    transport_for,
+)
 from rayzero.dist.watch import Watch
 from rayzero.errors import CollectiveError
 from rayzero.layout import volume
@@ -59,12 +65,19 @@ class Handle:
 class Communicator:
     """Collectives over a mesh's axes. On an axis of one rank they do nothing and cost nothing."""
 
-    def __init__(self, mesh: DeviceMesh, *, store: Store | None = None) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        *,
+        store: Store | None = None,
+        transport: TransportFactory = transport_for,
+    ) -> None:
         self.ledger = Ledger()
-        self._axes = {name: _axis(mesh, name) for name in mesh.mesh_dim_names or ()}
+        self._axes = {n: _axis(mesh, n, transport) for n in mesh.mesh_dim_names or ()}
         if self.size("replicate") > 1:
             # All data ranks in one axis, for what is not sharded at all.
-            self._axes["data"] = _axis(mesh["replicate", "shard"]._flatten("data"), "data")
+            flat = mesh["replicate", "shard"]._flatten("data")
+            self._axes["data"] = _axis(flat, "data", transport)
         self._watch = Watch(store, rank=dist.get_rank(), world=dist.get_world_size())
         self.is_fake = str(dist.get_backend()) == "fake"
         self.device_type = mesh.device_type
@@ -234,11 +247,11 @@ def _label(transfer: Transfer) -> str:
     return f"{transfer.op}|{transfer.unit}|{transfer.elements}|{transfer.dtype}"
 
 
-def _axis(mesh: DeviceMesh, name: str) -> Axis:
+def _axis(mesh: DeviceMesh, name: str, transport: TransportFactory) -> Axis:
     group = mesh.get_group(name)
     return Axis(
         name=name,
         rank=dist.get_rank(group),
         size=dist.get_world_size(group),
-        transport=transport_for(group, mesh.device_type),
+        transport=transport(group, mesh.device_type),
     )

@@ -5,15 +5,17 @@ versions they were seen in.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
+    unset_fake_temporarily,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -37,10 +39,22 @@ def fake_world(*, world: int, rank: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_values() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Let every tensor made inside the block have sizes and storage bytes, but no memory.
+def without_values() -> Iterator[None]:
+    """Give tensors made inside the block sizes and storage bytes, but no memory.
 
-    Yields what turns a real tensor into such a one. Meshes must be built before.
+    Meshes must be built before.
     """
-    with FakeTensorMode() as mode:
-        yield mode.from_tensor
+    with FakeTensorMode():
+        yield
+
+
+@contextlib.contextmanager
+def with_values() -> Iterator[None]:
+    """Give the tensors made inside the block values again, also in a dry run."""
+    with unset_fake_temporarily():
+        yield
+
+
+def is_without_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor was made inside without_values."""
+    return isinstance(tensor, FakeTensor)

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -82,6 +83,27 @@ def current_store() -> Store | None:
     """Return the default group's store, where torch tells it; only used for better messages."""
     getter = getattr(dist.distributed_c10d, "_get_default_store", None)
     return getter() if getter is not None else None
+
+
+@contextlib.contextmanager
+def launcher_variables(device: torch.device) -> Iterator[None]:
+    """Set, inside the block, what a launcher would: libraries of others read it."""
+    variables = {
+        "RANK": str(dist.get_rank()),
+        "WORLD_SIZE": str(dist.get_world_size()),
+        "LOCAL_RANK": str(device.index or 0),
+        "DS_ACCELERATOR": device.type,
+    }
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def device_uuid(index: int) -> str:

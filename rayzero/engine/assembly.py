@@ -1,7 +1,7 @@
 """Put an engine's parts together: flats over the module, a stage, an optimizer, starting values."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -54,27 +54,22 @@ class Assembly:
     optimizer: FlatOptimizer
     unit_uses: Mapping[str, int]
     """How many modules use each unit in one forward (stage 3)."""
+    staging: list[torch.Tensor] = field(default_factory=list)
+    """The host copy that a save under way writes from."""
 
 
 def assemble(module: nn.Module, comm: Communicator, choices: Choices) -> Assembly:
     """Take the module over: its parameters become views into flats, with rank 0's values."""
-    if choices.offload.params != "none" and choices.zero.stage != 3:
-        raise ConfigError(
-            f"offload.params={choices.offload.params} needs zero.stage=3, found "
-            f"{choices.zero.stage}: only stage 3 shards parameters"
-        )
+    _check_offload(choices)
     device = _device(comm.device_type)
     given = off_meta(module, device)
     parameters = dict(module.named_parameters())
     groups = build.read_groups(parameters, choices.param_groups)
     zero, precision = choices.zero, choices.precision
     units = build.stage_units(module, zero)
+    cut = choices.tensor_parallel
     specs = build.specs_of(
-        parameters,
-        groups,
-        precision=precision,
-        units=units,
-        tensor_parallel=choices.tensor_parallel,
+        parameters, groups, precision=precision, units=units, tensor_parallel=cut
     )
     # The values in hand outlive the parameters, which are about to point into flats.
     held = {n: nn.Parameter(p.detach(), requires_grad=False) for n, p in given.items()}
@@ -90,23 +85,20 @@ def assemble(module: nn.Module, comm: Communicator, choices: Choices) -> Assembl
         device=device,
     )
     trained = [flat for flat in flats if flat.layout.trained]
-    arrivals = Arrivals(trained)
-    offload = choices.offload
-    away = offloaded([f.layout for f in trained], offload.optimizer, offload.fraction)
-    stage = STAGES[zero.stage](
-        StageParts(
-            module=module,
-            flats=flats,
-            trained=trained,
-            comm=comm,
-            zero=zero,
-            units=units,
-            device=device,
-            in_backward=lambda: arrivals.is_open,
-            is_final=arrivals.is_final,
-            is_away=lambda flat: flat.layout.index in away,
-        )
+    arrivals = Arrivals(trained, by_count=zero.stage < 3)
+    parts = StageParts(
+        module=module,
+        flats=flats,
+        trained=trained,
+        comm=comm,
+        zero=zero,
+        units=units,
+        device=device,
+        in_backward=lambda: arrivals.is_open,
+        hand_out=arrivals.hand_out,
+        is_away=_is_away(trained, choices.offload),
     )
+    stage = STAGES[zero.stage](parts)
     assembly = Assembly(
         module=module,
         comm=comm,
@@ -116,15 +108,30 @@ def assemble(module: nn.Module, comm: Communicator, choices: Choices) -> Assembl
         frozen=[flat for flat in flats if not flat.layout.trained],
         stage=stage,
         arrivals=arrivals,
-        optimizer=FlatOptimizer(choices.optimizer, groups.settings, trained, stage.part, offload),
-        unit_uses=build.count_uses(module, units),
+        optimizer=FlatOptimizer(
+            choices.optimizer, groups.settings, trained, stage.part, choices.offload
+        ),
+        unit_uses=build.count_uses(module, units, flats),
     )
-    _start_values(assembly, values)
+    _start_values(assembly, values, axis)
     settle_buffers(module, comm, device)
     return assembly
 
 
-def _start_values(parts: Assembly, values: Values) -> None:
+def _check_offload(choices: Choices) -> None:
+    if choices.offload.params != "none" and choices.zero.stage != 3:
+        raise ConfigError(
+            f"offload.params={choices.offload.params} needs zero.stage=3, found "
+            f"{choices.zero.stage}: only stage 3 shards parameters"
+        )
+
+
+def _is_away(trained: Sequence[Flat], offload: OffloadOptions) -> Callable[[Flat], bool]:
+    away = offloaded([flat.layout for flat in trained], offload.optimizer, offload.fraction)
+    return lambda flat: flat.layout.index in away
+
+
+def _start_values(parts: Assembly, values: Values, axis: str) -> None:
     """Write starting values into parameters and masters, drawing no more than this rank holds."""
     with torch.no_grad():
         for flat in parts.flats:
@@ -137,7 +144,7 @@ def _start_values(parts: Assembly, values: Values) -> None:
             if flat.layout.trained and parts.optimizer.has_copy(flat):
                 parts.optimizer.write_master(flat, drawn)
             if is_shard and not flat.sharded:
-                parts.comm.all_gather(flat.whole, axis="shard", unit=flat.layout.name).wait()
+                parts.comm.all_gather(flat.whole, axis=axis, unit=flat.layout.name).wait()
 
 
 def _device(kind: str) -> torch.device:

@@ -85,7 +85,7 @@ def plan(specs: Sequence[ParamSpec], zero: ZeroOptions, *, shards: int) -> tuple
     """Cut parameters into flats as the stage travels: in units at stage 3, in buckets elsewhere."""
     if zero.stage == 3:
         return plan_units(specs, shards=shards, persistence_elements=zero.persistence_elements)
-    return plan_buckets(specs, shards=shards, bucket_elements=zero.bucket)
+    return plan_buckets(specs, shards=shards, bucket_elements=zero.bucket_elements)
 
 
 def make_flats(
@@ -123,16 +123,22 @@ def stage_units(module: nn.Module, zero: ZeroOptions) -> list[str]:
     return find_units(module, zero.units) if zero.stage == 3 else [""]
 
 
-def count_uses(module: nn.Module, units: Sequence[str]) -> dict[str, int]:
-    """Count the unit modules that use each unit's parameters: more than one where they are tied."""
-    names = {id(p): name for name, p in module.named_parameters()}
-    uses: dict[str, int] = {}
+def count_uses(module: nn.Module, units: Sequence[str], flats: Sequence[Flat]) -> dict[str, int]:
+    """Count the unit modules that gather each unit's parameters: more than one where they are tied.
+
+    A module inside another that uses them too finds them whole. Parameters that stay whole are no
+    unit's. Units stand in the module's order, so what is around comes first.
+    """
+    units_of = {id(m.parameter): f.layout.unit for f in flats if f.sharded for m in f.members}
+    users: dict[str, list[str]] = {}
     for unit in units:
         part = module.get_submodule(unit)
-        owners = {unit_of(names[id(p)], units) for p in own_parameters(part, unit, units)}
-        for owner in owners:
-            uses[owner] = uses.get(owner, 0) + 1
-    return uses
+        own = [id(p) for p in own_parameters(part, unit, units)]
+        for owner in {units_of[key] for key in own if key in units_of}:
+            around = users.setdefault(owner, [])
+            if not any(not user or unit.startswith(f"{user}.") for user in around):
+                around.append(unit)
+    return {owner: len(names) for owner, names in users.items()}
 
 
 def _dtype(name: str, parameter: nn.Parameter, precision: PrecisionOptions) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rayzero.engine.flats import to_host
-from rayzero.engine.shelf import Shelf
+from rayzero.engine.shelf import Shelf, SizesShelf
 from rayzero.records import Kind
 
 MASTER = "master"
@@ -49,7 +49,7 @@ class StagingSet:
 class DiskStates:
     """The flats whose states are on disk."""
 
-    def __init__(self, shelf: Shelf, flats: Sequence[DiskFlat]) -> None:
+    def __init__(self, shelf: Shelf | SizesShelf, flats: Sequence[DiskFlat]) -> None:
         self._shelf = shelf
         self._flats = flats
         self._longest = max((flat.elements for flat in flats), default=0)
@@ -60,7 +60,7 @@ class DiskStates:
 
     def write_master(self, index: int, values: torch.Tensor) -> None:
         """Set a flat's master on disk."""
-        flat = next(flat for flat in self._flats if flat.index == index)
+        flat = self._flats[self._place(index)]
         buffer = values.detach().to("cpu", flat.target.dtype).contiguous()
         self._shelf.write(flat.file(MASTER), buffer).result()
 
@@ -78,6 +78,21 @@ class DiskStates:
             writes += self._write(place)
         for done in writes:
             done.result()
+
+    def buffers(self, index: int) -> dict[str, torch.Tensor]:
+        """Return the buffers of a flat's master and of the moments it has."""
+        place = self._place(index)
+        return {key: self._buffer(place, key) for key in self._keys(place)}
+
+    def bring(self, index: int) -> None:
+        """Read a flat's states into its buffers."""
+        for done in self._read(self._place(index)):
+            done.result()
+
+    def forget_moments(self) -> None:
+        """Take the moments on disk for unwritten."""
+        for flat in self._flats:
+            flat.has_moments = False
 
     def tensors(self) -> list[torch.Tensor]:
         """List the staging buffers held."""
@@ -105,9 +120,15 @@ class DiskStates:
         return buffers[name][: flat.elements]
 
     def _read(self, place: int) -> "list[Future[None]]":
+        file = self._flats[place].file
+        return [self._shelf.read(file(key), self._buffer(place, key)) for key in self._keys(place)]
+
+    def _place(self, index: int) -> int:
+        return next(i for i, flat in enumerate(self._flats) if flat.index == index)
+
+    def _keys(self, place: int) -> tuple[str, ...]:
         flat = self._flats[place]
-        keys = (MASTER, *flat.moments) if flat.has_moments else (MASTER,)
-        return [self._shelf.read(flat.file(key), self._buffer(place, key)) for key in keys]
+        return (MASTER, *flat.moments) if flat.has_moments else (MASTER,)
 
     def _lend(self, place: int) -> None:
         flat = self._flats[place]

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 import torch
@@ -13,19 +14,20 @@ from rayzero.dist.ledger import Ledger
 from rayzero.dist.mesh import default_mesh
 from rayzero.dist.process import current_store
 from rayzero.engine import holdings, whole
-from rayzero.engine.arrivals import check_trained_flags
 from rayzero.engine.assembly import Choices, assemble
 from rayzero.engine.build import GroupsFactory
-from rayzero.engine.flats import Flat
 from rayzero.engine.loss_scale import LossScale
-from rayzero.engine.norm import Window, agree, clip_factor, square_sums
+from rayzero.engine.norm import Window, clip_factor
 from rayzero.engine.optimizer import OptimizerFactory
 from rayzero.engine.options import OffloadOptions, PrecisionOptions, ZeroOptions
 from rayzero.engine.stage import data_axis
+from rayzero.engine.state.checkpoints import Checkpoints
+from rayzero.engine.state.saving import Save
 from rayzero.engine.values import Initializer
+from rayzero.engine.window import OpenWindow
 from rayzero.errors import ConfigError, EngineError, NonFiniteGradientError
 from rayzero.layout.spec import FlatLayout, TpShard
-from rayzero.records import Holdings, Kind, Phase, StepReport
+from rayzero.records import Holdings, Kind, Phase, StepReport, Where
 
 NONFINITE_POLICIES = ("raise", "skip", "ignore")
 
@@ -81,21 +83,22 @@ class ZeroEngine:
             seed=seed,
         )
         self._parts = assemble(module, self.comm, choices)
+        self._checkpoints = Checkpoints(self._parts, self._loss_scale, stage=zero.stage)
         self._stage = self._parts.stage
         self._trained = self._parts.trained
-        self._in_window = False
-        self._last = True
-        self._weight, self._num_backwards, self._num_reductions = 0.0, 0, 0
+        self._window = OpenWindow(self._parts, self._loss_scale, stage=zero.stage)
+        self._num_gathered = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward."""
-        self._open_window()
+        trains = self.module.training and torch.is_grad_enabled() and bool(self._trained)
+        self._window.open(stays_open=trains)
         self._stage.start_forward()
-        trains = self.module.training and torch.is_grad_enabled()
         with self.ledger.during(Phase.FORWARD if trains else Phase.EVAL):
-            output = self.module(*args, **kwargs)
-            self._stage.end_forward()
-        return output
+            try:
+                return self.module(*args, **kwargs)
+            finally:
+                self._stage.end_forward()
 
     def backward(
         self,
@@ -114,33 +117,14 @@ class ZeroEngine:
             raise EngineError(
                 f"backward needs a scalar loss, found shape {tuple(loss.shape)}; reduce it first"
             )
-        self._open_window()
-        self._last = last
-        arrivals = self._parts.arrivals
-        arrivals.begin(final=self._stage.grads_final, ready=self._collect)
-        self._stage.start_backward()
-        try:
-            with self.ledger.during(Phase.BACKWARD):
-                factor = weight * self._loss_scale.value
-                weighted = loss if factor == 1.0 else loss * factor
-                weighted.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-                arrivals.end()
-        finally:
-            arrivals.close_backward()
-            self._stage.end_backward()
-        check_trained_flags(self._trained, trained=True)
-        check_trained_flags(self._parts.frozen, trained=False)
-        self._weight += weight
-        self._num_backwards += 1
-        self._num_reductions += last
+        self._window.backward(loss, last=last, weight=weight, retain=retain_graph)
 
     def step(self) -> StepReport:
         """Apply the window's gradient and end the window; raise EngineError if there is none."""
-        self._check_window()
-        with self.ledger.during(Phase.BACKWARD):
-            self._stage.finish()
+        if self._num_gathered:
+            raise EngineError("step() inside engine.gathered(): leave the block first")
+        window, scale = self._window.settle(), self._loss_scale.value
         with self.ledger.during(Phase.STEP), torch.no_grad():
-            window, scale = self._agree(), self._loss_scale.value
             applied = self._judge(window)
             clip = clip_factor(window.grad_norm, self._max_grad_norm)
             if applied:
@@ -152,32 +136,29 @@ class ZeroEngine:
             grad_norm=window.grad_norm,
             clip_factor=clip,
             loss_scale=scale,
-            num_backwards=self._num_backwards,
+            num_backwards=self._window.num_backwards,
         )
-        self._end_window()
+        self._window.clear()
         return report
 
     def zero_grad(self) -> None:
         """Abandon the window: forget its gradients. All ranks must do the same."""
-        for flat in self._trained:
-            flat.take_gradients()
-        self._parts.arrivals.saw_outside_backward = False
-        self._end_window()
+        self._window.clear()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the window's gradient; the norm that step() reports follows."""
-        with self.ledger.during(Phase.BACKWARD), torch.no_grad():
-            self._stage.finish()
+        self._window.settle()
+        with torch.no_grad():
             for flat in self._trained:
                 self._stage.gradient(flat).mul_(factor)
 
     def full_gradients(self, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
         """Return the window's averaged gradients whole, by name, on rank 0 (else empty) or all."""
+        window = self._window.settle()
         with self.ledger.during(Phase.CONTROL), torch.no_grad():
-            self._stage.finish()
             pairs = [(f, self._stage.gradient(f)) for f in self._trained]
             tensors = whole.full_tensors(pairs, self.comm, keep=all_ranks or self._is_first)
-        divisor = (self._weight or 1.0) * self._loss_scale.value
+        divisor = window.weight * self._loss_scale.value
         return {name: tensor / divisor for name, tensor in tensors.items()}
 
     def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
@@ -194,11 +175,28 @@ class ZeroEngine:
         writer_rank: place on the shard axis of the rank whose values all ranks take over.
         """
         parameters = list(what.parameters()) if isinstance(what, nn.Module) else list(what)
-        with (
-            self.ledger.during(Phase.CONTROL),
-            whole.gathered(self._parts, parameters, writer_rank),
-        ):
-            yield
+        self._num_gathered += 1
+        try:
+            with (
+                self.ledger.during(Phase.CONTROL),
+                whole.gathered(self._parts, parameters, writer_rank),
+            ):
+                yield
+        finally:
+            self._num_gathered -= 1
+
+    def save(self, folder: str | PathLike[str], extra: Any = None, *, wait: bool = True) -> Save:
+        """Write a checkpoint that any other layout can load; see Checkpoints.save."""
+        return self._checkpoints.save(folder, extra, wait=wait)
+
+    def load(self, folder: str | PathLike[str], *, strict: bool = True) -> Any:
+        """Load a checkpoint or an export, drop the window, return the saved extra."""
+        self.zero_grad()
+        return self._checkpoints.load(folder, strict=strict)
+
+    def export(self, folder: str | PathLike[str]) -> None:
+        """Write weights and buffers as safetensors, by the module's own names."""
+        self._checkpoints.export(folder)
 
     def train(self) -> None:
         """Put the module in training mode."""
@@ -216,9 +214,9 @@ class ZeroEngine:
         """List the tensors behind holdings()."""
         return [tensor for _, _, _, tensor in holdings.held_tensors(self._parts)]
 
-    def held_by_kind(self) -> list[tuple[Kind, torch.Tensor]]:
-        """List them with their kind."""
-        return [(kind, t) for kind, _, _, t in holdings.held_tensors(self._parts)]
+    def held_by_kind(self) -> list[tuple[Kind, Where, torch.Tensor]]:
+        """List them with kind and place."""
+        return [(kind, where, t) for kind, where, _, t in holdings.held_tensors(self._parts)]
 
     def weights_checksum(self) -> str:
         """Sum up the weights this rank holds whole; equal on all data ranks, empty at stage 3."""
@@ -228,6 +226,7 @@ class ZeroEngine:
 
     def close(self) -> None:
         """Take the hooks off the module. At stage 3 its parameters stay sharded."""
+        self._checkpoints.close()
         self._parts.arrivals.close()
         self._stage.close()
         self._parts.optimizer.close()
@@ -268,36 +267,6 @@ class ZeroEngine:
     def _is_first(self) -> bool:
         return all(self.comm.rank(axis) == 0 for axis in ("replicate", "shard", "tp"))
 
-    def _collect(self, flat: Flat) -> None:
-        with torch.no_grad():
-            self._stage.collect(flat, last=self._last)
-
-    def _agree(self) -> Window:
-        """Learn what all ranks know of the window; reduce what came late and ask again."""
-        window = self._ask()
-        if window.late:
-            self._last = True
-            with self.ledger.during(Phase.BACKWARD):
-                for flat in self._trained:
-                    self._collect(flat)
-                self._stage.finish()
-            window = self._ask()
-        return window
-
-    def _ask(self) -> Window:
-        gradients = [self._stage.gradient(f) for f in self._trained]
-        late = bool(self._parts.arrivals.late_flats())
-        is_double = any(flat.dtypes.master == "fp64" for flat in self._trained)
-        return agree(
-            self.comm,
-            square_sums(self._trained, gradients, self._parts.device),
-            axis=data_axis(self.zero.stage, self.comm),
-            weight=self._weight,
-            loss_scale=self._loss_scale.value,
-            counts=(self._num_backwards, self._num_reductions, int(late)),
-            norm_dtype=torch.float64 if is_double else torch.float32,
-        )
-
     def _judge(self, window: Window) -> bool:
         """Whether to apply the step; raise where the policy says so."""
         if window.finite or (self._on_nonfinite == "ignore" and not self._loss_scale.is_dynamic):
@@ -308,7 +277,7 @@ class ZeroEngine:
             return False
         if self._on_nonfinite == "skip":
             return False
-        self._end_window()
+        self._window.clear()
         raise NonFiniteGradientError(
             "the gradient holds NaN or infinity; weights are unchanged and the window is dropped. "
             "Set engine.on_nonfinite=skip to skip such steps on all ranks"
@@ -320,25 +289,6 @@ class ZeroEngine:
         for flat in self._trained:
             gradient = self._stage.gradient(flat)
             gradient.mul_((clip / weight).to(gradient.dtype))
-
-    def _open_window(self) -> None:
-        if not self._in_window:
-            self.ledger.begin_window()
-            self._in_window = True
-
-    def _check_window(self) -> None:
-        if self._parts.arrivals.saw_outside_backward:
-            raise EngineError(
-                "a backward did not go through the engine: call engine.backward(loss), not "
-                "loss.backward(); call engine.zero_grad() to drop these gradients"
-            )
-        if not self._num_backwards:
-            raise EngineError("step() without a backward in this window; call engine.backward")
-
-    def _end_window(self) -> None:
-        self._stage.clear()
-        self._weight, self._num_backwards, self._num_reductions = 0.0, 0, 0
-        self._in_window = False
 
 
 def _communicator(module: nn.Module, mesh: DeviceMesh | Communicator | None) -> Communicator:

@@ -99,12 +99,18 @@ class Flat:
         self.whole.untyped_storage().resize_(0)
 
     def take_gradients(self) -> list[torch.Tensor | None]:
-        """Return the parameters' gradients, None where none came, and clear them."""
+        """Return the parameters' gradients as dense ones, None where none came, and clear them."""
         grads: list[torch.Tensor | None] = []
         for member in self.members:
-            grads.append(member.parameter.grad)
+            grad = member.parameter.grad
+            grads.append(grad.to_dense() if grad is not None and grad.is_sparse else grad)
             member.parameter.grad = None
         return grads
+
+    @property
+    def num_writes(self) -> int:
+        """How often users wrote into parameters in place; sharded ones cannot be written."""
+        return 0 if self.sharded else sum(m.parameter._version for m in self.members)
 
     @property
     def placeholder(self) -> torch.Tensor:

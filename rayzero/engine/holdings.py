@@ -26,6 +26,8 @@ def held_tensors(parts: Assembly) -> Iterator[HeldTensor]:
     yield from _optimizer_tensors(parts)
     for tensor in parts.stage.bucket_tensors():
         yield Kind.BUCKETS, device, None, tensor
+    for tensor in parts.staging:
+        yield Kind.STAGING, Where.HOST, None, tensor
     for buffer in parts.module.buffers():
         yield Kind.MODULE_BUFFERS, device, None, buffer
 
@@ -93,5 +95,6 @@ class Census:
             entries=tuple(
                 Held(kind=k, where=w, num_bytes=n, padding_bytes=self._padding[k, w])
                 for (k, w), n in self._bytes.items()
+                if n
             )
         )

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from rayzero.dist.comm import Communicator
+from rayzero.dist.fake import is_without_values
 from rayzero.engine.flats import Flat
 from rayzero.errors import EngineError
+
+CACHED_ELEMENTS = 1 << 16
+"""Half a MiB of fp64, which stays in a core's cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +44,24 @@ def square_sums(
         split = min(max(flat.layout.first_tp - start, 0), own.numel())
         for which, part in ((0, own[:split]), (1, own[split:])):
             if part.numel():
-                sums[which] += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+                sums[which] += _square_sum(part)
     return sums
+
+
+def _square_sum(values: torch.Tensor) -> torch.Tensor:
+    """Sum the squares in fp64; torch widens one by one on CPU, six times slower than this."""
+    if values.is_cuda or is_without_values(values):
+        norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
+        return norm.square()
+    total = torch.zeros((), dtype=torch.float64, device=values.device)
+    wide = torch.empty(
+        min(CACHED_ELEMENTS, values.numel()), dtype=torch.float64, device=values.device
+    )
+    for piece in torch.split(values, CACHED_ELEMENTS):
+        widened = wide[: piece.numel()]
+        widened.copy_(piece)
+        total += torch.dot(widened, widened)
+    return total
 
 
 def agree(

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from rayzero.errors import ConfigError, NotBuiltYetError
 from rayzero.layout.dtypes import ITEMSIZE
 
-BUCKET_ELEMENTS = 4 * 1024 * 1024
-"""Default bucket: 16 MiB of fp32, where gloo and NCCL both reach most of their bandwidth."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroOptions:
     """Stage 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
 
-    bucket_elements: gradients travel in buckets of at most this size (stages 0-2).
+    bucket_elements: gradients travel in buckets of at most this size (stages 0-2); None is a
+        quarter of the model, within limits (layout.plan.default_bucket).
     overlap: communicate while backward (stage 3: and forward) computes; same bits either way.
     prefetch_elements: stage 3 gathers up to this many elements ahead of their use.
     persistence_elements: stage 3 keeps parameters of at most this size whole (the small ones).
@@ -37,11 +35,6 @@ class ZeroOptions:
             raise ConfigError(f"bucket_elements={self.bucket_elements}; allowed: 1 or more")
         if self.persistence_elements < 0:
             raise ConfigError(f"persistence_elements={self.persistence_elements}; allowed: 0 up")
-
-    @property
-    def bucket(self) -> int:
-        """Elements of a bucket, after the default."""
-        return BUCKET_ELEMENTS if self.bucket_elements is None else self.bucket_elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,7 +81,35 @@ class Shelf:
             done += moved
 
 
+class SizesShelf:
+    """A shelf without files, for tensors without values: it keeps their sizes."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+
+    def reserve(self, name: str, num_bytes: int) -> None:
+        """Remember the size."""
+        self.sizes[name] = num_bytes
+
+    def read(self, name: str, into: torch.Tensor) -> "Future[None]":
+        """Leave the tensor as it is."""
+        return _done()
+
+    def write(self, name: str, values: torch.Tensor) -> "Future[None]":
+        """Drop the values, of which there are none."""
+        return _done()
+
+    def close(self) -> None:
+        """There are no files."""
+
+
 PIECE_BYTES = 1 << 28
+
+
+def _done() -> "Future[None]":
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:

@@ -26,7 +26,8 @@ class StageParts:
     units: Sequence[str]
     device: torch.device
     in_backward: Callable[[], bool]
-    is_final: Callable[[Flat], bool]
+    hand_out: Callable[[Flat], None]
+    """Begin the reduction of a flat's gradients of this backward."""
     is_away: Callable[[Flat], bool]
     """Whether a flat's optimizer states, and with them its gradient shard, are offloaded."""
 
@@ -96,9 +97,6 @@ class Stage(Protocol):
 
     def collect(self, flat: Flat, *, last: bool) -> None:
         """Take a flat's final gradients of one backward; send them on where the stage does so."""
-
-    def grads_final(self, flat: Flat) -> None:
-        """Note that no more gradients of this flat will come in this backward."""
 
     def end_backward(self) -> None:
         """Leave nothing of the backward behind but gradients."""

@@ -32,8 +32,10 @@ class Unit:
         """Modules whose forward is under way."""
         self.open_uses = 0
         """Forward uses whose backward is not over."""
-        self.marked_uses = 0
-        """Those of them whose inputs will tell when it is."""
+        self.ended_uses, self.expected_ends = 0, 1
+        """Marked uses whose end this backward has seen, and those that the last one saw."""
+        self.num_holders = 0
+        """Blocks of engine.gathered that keep it whole."""
         self.backward_users: set[tuple[Unit, ...]] = set()
         """Uses whose backward is under way."""
         self._comm = comm
@@ -68,11 +70,11 @@ class Unit:
             self.state = UnitState.WHOLE
 
     def reshard(self) -> None:
-        """Free the whole; values that only it holds are lost."""
+        """Free the whole unless it is held; values that only it has are lost."""
         for handle in self._handles:
             handle.wait()
         self._handles = []
-        if self.state is not UnitState.SHARDED:
+        if self.state is not UnitState.SHARDED and not self.num_holders:
             for flat in self.flats:
                 flat.free()
             self.state = UnitState.SHARDED

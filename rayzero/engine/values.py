@@ -46,6 +46,8 @@ class Values:
             view.copy_(self._value(slot.spec.name))
         for axis in ("shard", "replicate"):
             self._comm.broadcast(buffer, axis=axis, unit=flat.layout.name)
+        replicated = buffer[: flat.layout.first_tp]
+        self._comm.broadcast(replicated, axis="tp", unit=flat.layout.name)
         return buffer[span.start : span.stop].clone()
 
     def _drawn(self, flat: Flat) -> bool:

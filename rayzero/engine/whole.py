@@ -9,6 +9,7 @@ from torch import nn
 from rayzero.dist.comm import Communicator
 from rayzero.engine.assembly import Assembly
 from rayzero.engine.flats import Flat
+from rayzero.errors import EngineError
 
 
 def full_weights(parts: Assembly, *, keep: bool) -> dict[str, torch.Tensor]:
@@ -45,19 +46,26 @@ def gathered(
     parts: Assembly, parameters: Sequence[nn.Parameter], writer_rank: int | None
 ) -> Iterator[None]:
     """Hold full weights inside the block; what is written there survives only with a writer."""
+    ranks = parts.comm.size("shard")
+    if writer_rank is not None and not 0 <= writer_rank < ranks:
+        raise EngineError(
+            f"writer_rank={writer_rank} is no rank of the shard axis; allowed: 0 to {ranks - 1}"
+        )
     wanted = {id(p) for p in parameters}
     flats = [f for f in parts.flats if any(id(m.parameter) in wanted for m in f.members)]
     parts.stage.gathered(flats)
     before = [flat.whole.clone() for flat in flats]
+    writer = None
     try:
         yield
+        writer = writer_rank
+    finally:
         with torch.no_grad():
             for flat, old in zip(flats, before, strict=True):
-                if writer_rank is None:
+                if writer is None:
                     flat.whole.copy_(old)
                 else:
-                    _take_over(parts, flat, writer_rank)
-    finally:
+                    _take_over(parts, flat, writer)
         parts.stage.release(flats)
 
 
@@ -70,8 +78,8 @@ def _take_over(parts: Assembly, flat: Flat, writer_rank: int) -> None:
     parts.comm.broadcast(flat.whole, axis="replicate", unit=flat.layout.name)
     if flat.sharded:
         flat.shard.copy_(flat.own(flat.whole))
-    if flat.layout.trained and parts.optimizer.has_copy(flat):
-        parts.optimizer.write_master(flat, parts.stage.part(flat))
+    if flat.layout.trained:
+        parts.optimizer.adopt_writes(flat)
 
 
 def _by_module_names(

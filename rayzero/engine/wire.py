@@ -106,7 +106,6 @@ class Wire:
             return {
                 name: torch.zeros(n, dtype=BY_NAME[name], device=self._device)
                 for name, n in sizes.items()
-                if n
             }
 
         return WireSlot(buffer=make(self._sizes.buffer), scratch=make(self._sizes.scratch))

@@ -43,9 +43,6 @@ class Zero1:
         if last:
             self._gradients.reduce(flat)
 
-    def grads_final(self, flat: Flat) -> None:
-        """Nothing to free."""
-
     def end_backward(self) -> None:
         """Nothing to free."""
 

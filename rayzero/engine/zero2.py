@@ -39,9 +39,6 @@ class Zero2:
         """Reduce-scatter to the owners, whether or not another backward follows."""
         self._gradients.reduce(flat)
 
-    def grads_final(self, flat: Flat) -> None:
-        """Nothing to free."""
-
     def end_backward(self) -> None:
         """Nothing to free."""
 

@@ -26,12 +26,11 @@ class Zero3:
         self._parts = parts
         self._units = build_units(parts)
         self._unit_of = {f.layout.index: unit for unit in self._units for f in unit.flats}
-        self._is_final = parts.is_final
         self._hooks = UnitHooks(
             parts.module,
             self._units,
             in_backward=parts.in_backward,
-            is_final=self._unit_is_final,
+            used_up=self._used_up,
             prefetcher=lambda: self._prefetcher(parts.zero),
         )
         self._wire = parts.wire("reduce_scatter", lambda f: True)
@@ -56,12 +55,6 @@ class Zero3:
     def collect(self, flat: Flat, *, last: bool) -> None:
         """Reduce-scatter to the owners, whether or not another backward follows."""
         self._gradients.reduce(flat)
-
-    def grads_final(self, flat: Flat) -> None:
-        """Free the unit once its last flat is final."""
-        unit = self._unit_of.get(flat.layout.index)
-        if unit is not None and self._unit_is_final(unit):
-            self._hooks.grads_final(unit)
 
     def end_backward(self) -> None:
         """Free every unit."""
@@ -89,10 +82,12 @@ class Zero3:
         """Unshard the units of these flats."""
         for unit in self._units_of(flats):
             unit.unshard()
+            unit.num_holders += 1
 
     def release(self, flats: Sequence[Flat]) -> None:
         """Shard them again."""
         for unit in self._units_of(flats):
+            unit.num_holders -= 1
             unit.reshard()
 
     def gradient_tensors(self) -> list[tuple[Flat, Where, torch.Tensor]]:
@@ -118,5 +113,6 @@ class Zero3:
             elements=wanted if zero.overlap else 0, max_live_elements=zero.max_live_elements
         )
 
-    def _unit_is_final(self, unit: Unit) -> bool:
-        return all(self._is_final(flat) for flat in unit.flats)
+    def _used_up(self, unit: Unit) -> None:
+        for flat in unit.flats:
+            self._parts.hand_out(flat)

@@ -1,8 +1,8 @@
-"""A run of a flattened tensor as boxes of the tensor itself, which is how checkpoints name elements.
+"""A run of a flattened tensor as boxes of the tensor itself; so checkpoints name elements.
 
-    elements 3 <= i < 10 of a (3, 4) tensor        . . . a        a: offsets (0, 3) sizes (1, 1)
-    are three boxes, each of which is              b b b b        b: offsets (1, 0) sizes (1, 4)
-    one run of the flattened tensor:               c c . .        c: offsets (2, 0) sizes (1, 2)
+elements 3 <= i < 10 of a (3, 4) tensor        . . . a        a: offsets (0, 3) sizes (1, 1)
+are three boxes, each of which is              b b b b        b: offsets (1, 0) sizes (1, 4)
+one run of the flattened tensor:               c c . .        c: offsets (2, 0) sizes (1, 2)
 """
 
 import math
@@ -15,7 +15,7 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """Elements offsets <= place < offsets + sizes of a tensor; run: the same in the flattened one."""
+    """Elements offsets <= place < offsets + sizes; run: the same ones in the flattened tensor."""
 
     offsets: Sizes
     sizes: Sizes

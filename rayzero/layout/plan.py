@@ -5,27 +5,41 @@ from dataclasses import replace
 
 from rayzero.layout.spec import FlatLayout, ParamSpec, Slot, Span
 
+SMALLEST_BUCKET = 1 << 15
+LARGEST_BUCKET = 1 << 22
+"""Elements. 16 MiB of fp32 is where gloo and NCCL reach most of their bandwidth."""
+
 Key = tuple[str, str, int, bool]
 
 
 def plan_buckets(
-    specs: Sequence[ParamSpec], *, shards: int, bucket_elements: int
+    specs: Sequence[ParamSpec], *, shards: int, bucket_elements: int | None
 ) -> tuple[FlatLayout, ...]:
     """Fill flats of at most bucket_elements, last parameter first, as backward produces gradients.
+
+    None is a quarter of the model, between SMALLEST_BUCKET and LARGEST_BUCKET: large enough for the
+    wire, and small beside what stage 2 saves.
 
     A parameter larger than a bucket gets a flat of its own. Flats are numbered by their first
     (that is, last registered) parameter, so that index order is about the order of arrival.
     """
+    limit = default_bucket(specs) if bucket_elements is None else bucket_elements
     open_flats: dict[Key, list[ParamSpec]] = {}
     order: list[list[ParamSpec]] = []
     for spec in reversed(specs):
         key = _key(replace(spec, unit=""))
         members = open_flats.get(key)
-        if members is None or _numel(members) + spec.numel > bucket_elements:
+        if members is None or _numel(members) + spec.numel > limit:
             members = open_flats[key] = []
             order.append(members)
         members.append(spec)
     return _number(([replace(s, unit="") for s in members] for members in order), shards)
+
+
+def default_bucket(specs: Sequence[ParamSpec]) -> int:
+    """Return the elements of a bucket where the user names none."""
+    quarter = -(-_numel(specs) // 4)
+    return min(max(quarter, SMALLEST_BUCKET), LARGEST_BUCKET)
 
 
 def plan_units(

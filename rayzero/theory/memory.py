@@ -15,7 +15,6 @@ from rayzero.layout.volume import swaps
 from rayzero.records import Held, Holdings, Kind, Where
 from rayzero.theory.question import COUNTER_BYTES, Question, question_of
 
-DEFAULT_BUCKET_ELEMENTS = 4 * 1024 * 1024
 STATES = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.MASTER, Kind.MOMENTS)
 
 
@@ -36,16 +35,16 @@ def holdings_of(
 
 
 def staging_bytes(question: Question) -> int:
-    """Bytes of the two sets of buffers between disk and memory: a master and its moments each."""
+    """Bytes of the two sets of buffers between disk and memory, which flats use in turn.
+
+    A set has room for the longest master and its moments, in each dtype that it meets.
+    """
     q = question
     on_disk = [flat for flat in q.trained if q.where(flat) is Where.DISK]
-    longest: dict[str, int] = {}
-    for flat in on_disk:
-        elements = flat.shard_elements if q.stage >= 1 else flat.padded
-        name = q.dtypes(flat).master
-        longest[name] = max(longest.get(name, 0), elements)
-    one = sum(n * ITEMSIZE[name] for name, n in longest.items()) * (1 + q.optimizer.moments)
-    return min(2, len(on_disk)) * one
+    elements = [flat.shard_elements if q.stage >= 1 else flat.padded for flat in on_disk]
+    dtypes = [{q.dtypes(flat).master for flat in on_disk[first::2]} for first in (0, 1)]
+    one_of_each = sum(ITEMSIZE[name] for names in dtypes for name in names)
+    return max(elements, default=0) * one_of_each * (1 + q.optimizer.moments)
 
 
 def bucket_bytes(question: Question) -> int:
@@ -68,10 +67,7 @@ def bucket_bytes(question: Question) -> int:
 
 def cell_holdings(config: CellConfig, world: int, *, rank: int, pairwise: bool) -> Holdings:
     """Return what a rank of a cell with our transformer holds between steps."""
-    bucket = config.zero.bucket_elements or DEFAULT_BUCKET_ELEMENTS
-    return holdings_of(
-        question_of(config, world=world, rank=rank, bucket_elements=bucket, pairwise=pairwise)
-    )
+    return holdings_of(question_of(config, world=world, rank=rank, pairwise=pairwise))
 
 
 def cell_state_bytes(config: CellConfig, world: int) -> int:

@@ -105,7 +105,6 @@ def question_of(
     *,
     world: int,
     rank: int,
-    bucket_elements: int,
     pairwise: bool,
     buffers_bytes: int = 0,
 ) -> Question:
@@ -119,7 +118,7 @@ def question_of(
         small = config.zero.persistence_elements
         layouts = plan_units(specs, shards=shards, persistence_elements=small)
     else:
-        layouts = plan_buckets(specs, shards=shards, bucket_elements=bucket_elements)
+        layouts = plan_buckets(specs, shards=shards, bucket_elements=config.zero.bucket_elements)
     return Question(
         stage=config.zero.stage,
         layouts=layouts,

@@ -55,7 +55,9 @@ def _check(world: int, results: list[dict[str, object]], elements: int, dtype: t
         own = slice(start, stop)
         assert torch.equal(got["scattered"], total.to(dtype)[own])
         assert torch.equal(got["averaged"], (total / world).to(dtype)[own])
-        whole = torch.cat([t[r["own"][0] : r["own"][1]] for t, r in zip(terms, results, strict=True)])
+        whole = torch.cat(
+            [t[r["own"][0] : r["own"][1]] for t, r in zip(terms, results, strict=True)]
+        )
         assert torch.equal(got["gathered"], whole)
         assert torch.equal(got["reduced"], total.to(dtype))
         assert torch.equal(got["largest"], torch.stack(terms).amax(0))
@@ -82,7 +84,9 @@ def test_collectives_sum_in_rank_order_and_send_what_zero_counts(ranks: Pools) -
 
 def _uneven(ctx: RankContext, elements: int) -> tuple[torch.Tensor, int]:
     comm = Communicator(ctx.mesh())
-    result = comm.all_reduce(_terms(ctx.world, elements, torch.float64)[ctx.rank], axis="shard", unit="u")
+    result = comm.all_reduce(
+        _terms(ctx.world, elements, torch.float64)[ctx.rank], axis="shard", unit="u"
+    )
     comm.close()
     return result, comm.ledger.sent_bytes
 
@@ -101,7 +105,9 @@ def test_an_all_reduce_takes_any_length(ranks: Pools) -> None:
 
 def _swapped_order(ctx: RankContext) -> tuple[torch.Tensor, torch.Tensor]:
     comm = Communicator(ctx.mesh())
-    buffers = {name: torch.full((4,), value + ctx.rank) for name, value in (("a", 1.0), ("b", 100.0))}
+    buffers = {
+        name: torch.full((4,), value + ctx.rank) for name, value in (("a", 1.0), ("b", 100.0))
+    }
     order = ("a", "b") if ctx.rank == 0 else ("b", "a")
     handles = [comm.reduce_scatter(buffers[n], axis="shard", unit=n) for n in order]
     for handle in handles:
