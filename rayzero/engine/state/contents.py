@@ -17,15 +17,19 @@ from torch import nn
 
 from rayzero.dist.comm import Communicator
 from rayzero.engine.assembly import Assembly
+from rayzero.engine.disk_states import MASTER
 from rayzero.engine.flats import Flat
-from rayzero.engine.state.spans import Spans
-from rayzero.layout.boxes import boxes_of, whole_offsets, whole_shape
-from rayzero.layout.spec import ParamSpec, Piece, Span
+from rayzero.engine.optimizer import is_moment
+from rayzero.layout.spec import ParamSpec
+from rayzero.records import Where
 
-WEIGHTS, MASTER, MOMENTS = "weights", "master", "moments"
+WEIGHTS, MOMENTS = "weights", "moments"
 
 IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 """Settings of a param group that choose code, not training: a checkpoint leaves them alone."""
+
+PLAIN = (torch.Tensor, bool, int, float, str, list, tuple, type(None))
+"""What settings may be; others, such as functions, are the caller's to bring again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,48 +57,40 @@ def key_of(kind: str, name: str) -> str:
     return f"{kind}/{name}"
 
 
-def held_spans(parts: Assembly) -> dict[str, Spans]:
-    """Describe what this rank writes: every element of the state by exactly one rank."""
-    spans: dict[str, Spans] = {}
-    if parts.comm.rank("replicate") == 0:
-        for kind, flat, tensor in _flat_tensors(parts):
-            own = flat.own(tensor) if tensor.numel() == flat.layout.padded else tensor
-            for piece in pieces_of(flat, own):
-                if piece.spec.tp is not None or parts.comm.rank("tp") == 0:
-                    add_piece(spans, key_of(kind, piece.spec.name), piece, own)
-    if is_first(parts.comm):
-        for name, buffer in buffers_of(parts.module).items():
-            add_whole(spans, key_of(WEIGHTS, name), buffer)
-    return spans
+def name_in(key: str) -> str:
+    """Return the name in a key."""
+    kind, rest = key.split("/", 1)
+    return rest.split("/", 1)[1] if kind == MOMENTS else rest
 
 
-def add_piece(spans: dict[str, Spans], key: str, piece: Piece, tensor: torch.Tensor) -> None:
-    """Add a piece of a parameter that lies in a 1-d tensor to what is known of its key."""
-    if key not in spans:
-        spans[key] = Spans(whole_shape(piece.spec), tensor.dtype, tensor.device)
-    run = tensor[piece.in_shard.start : piece.in_shard.stop]
-    for box in boxes_of(piece.spec.shape, piece.in_param):
-        start = box.run.start - piece.in_param.start
-        view = run[start : start + box.run.elements].view(box.sizes)
-        spans[key].hold(whole_offsets(piece.spec, box.offsets), view)
+def kind_in(key: str) -> str:
+    """Return the kind in a key; of a moment, which one."""
+    kind, rest = key.split("/", 1)
+    return rest.split("/", 1)[0] if kind == MOMENTS else kind
 
 
-def add_whole(spans: dict[str, Spans], key: str, tensor: torch.Tensor) -> None:
-    """Add a tensor that this rank holds all of."""
-    spans[key] = Spans(tuple(tensor.shape), tensor.dtype, tensor.device)
-    if tensor.numel():
-        spans[key].hold((0,) * tensor.dim(), tensor.detach())
+def flat_tensors(parts: Assembly) -> Iterator[tuple[str, Flat, torch.Tensor]]:
+    """Yield what this rank holds of the state, by kind and flat."""
+    for flat in parts.flats:
+        yield WEIGHTS, flat, flat.shard
+    for flat in parts.trained:
+        tensors = parts.optimizer.tensors(flat)
+        for key, tensor in tensors.items():
+            if key != MASTER:
+                yield f"{MOMENTS}/{key}", flat, tensor
+            elif parts.optimizer.has_copy(flat):
+                yield MASTER, flat, tensor
 
 
-def pieces_of(flat: Flat, tensor: torch.Tensor) -> list[Piece]:
-    """List the parts of parameters in a tensor as long as the flat, or as its own shard."""
-    if tensor.numel() == flat.layout.shard_elements:
-        return flat.layout.pieces(flat.shard_index)
-    return [
-        Piece(spec=s.spec, in_param=Span(start=0, stop=s.span.elements), in_shard=s.span)
-        for s in flat.layout.slots
-        if s.span.elements
-    ]
+def on_disk(parts: Assembly) -> dict[str, Flat]:
+    """Return the flats whose states are on disk, by the names of their parameters."""
+    away = [flat for flat in parts.trained if parts.optimizer.where(flat) is Where.DISK]
+    return {slot.spec.name: flat for flat in away for slot in flat.layout.slots}
+
+
+def shard_axis(parts: Assembly, flat: Flat) -> str:
+    """Return the axis that the flat's shards are spread over."""
+    return "shard" if flat.layout.shards == parts.comm.size("shard") else "data"
 
 
 def specs_of(parts: Assembly) -> dict[str, ParamSpec]:
@@ -142,26 +138,9 @@ def groups_of(parts: Assembly) -> list[Group]:
     ]
 
 
-def is_moment(value: Any, target: torch.Tensor) -> bool:
-    """Whether a value of the optimizer's state has an element for each of the target."""
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == target.numel()
-
-
 def is_first(comm: Communicator) -> bool:
     """Whether this is the rank that speaks for all."""
     return all(comm.rank(axis) == 0 for axis in ("replicate", "shard", "tp"))
-
-
-def _flat_tensors(parts: Assembly) -> Iterator[tuple[str, Flat, torch.Tensor]]:
-    for flat in parts.flats:
-        yield WEIGHTS, flat, flat.shard
-    for flat, master in parts.optimizer.masters():
-        yield MASTER, flat, master
-    for flat in parts.trained:
-        target = parts.optimizer.target(flat)
-        for key, value in parts.optimizer.torch_optimizer.state.get(target, {}).items():
-            if is_moment(value, target):
-                yield f"{MOMENTS}/{key}", flat, value
 
 
 def _scalar(value: Any) -> Scalar:
@@ -175,5 +154,5 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {
         key: value.item() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
-        if key not in skipped
+        if key not in skipped and isinstance(value, PLAIN)
     }
