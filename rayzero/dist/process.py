@@ -3,9 +3,11 @@
 import contextlib
 import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -93,6 +95,8 @@ def launcher_variables(device: torch.device) -> Iterator[None]:
         "WORLD_SIZE": str(dist.get_world_size()),
         "LOCAL_RANK": str(device.index or 0),
         "DS_ACCELERATOR": device.type,
+        # Programs that came with packages (ninja) stand beside an interpreter not on PATH.
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))),
     }
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

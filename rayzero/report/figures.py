@@ -140,7 +140,7 @@ def _memory_pair(record: CellRecord) -> Pair:
         cell=record.row.cell,
         segments=segments,
         formula_bytes=formula,
-        note=_note(record, match),
+        note=_note(record, match) if match or not segments else "no formula",
         is_off=match is not None and not match.is_exact,
     )
 

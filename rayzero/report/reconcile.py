@@ -94,7 +94,7 @@ def memory_match(record: CellRecord) -> Match | None:
 
 def traffic_match(record: CellRecord) -> Match | None:
     """Compare bytes sent in one step; from the reports, else from the row."""
-    if record.reports:
+    if record.reports and record.row.sent_bytes is not None:
         lines = [line for line in lines_of(record) if line.part is Part.TRAFFIC]
         return _match(lines) if lines else Match(measured_bytes=0, formula_bytes=0)
     return _row_match(record.row.sent_bytes, record.row.formula_sent_bytes)
@@ -125,6 +125,8 @@ def _cells(line: Line) -> list[object]:
 
 
 def _rank_lines(cell: str, report: RankReport) -> list[Line]:
+    if not report.formula.entries:
+        return []  # A peer: there is no formula to hold it against.
     formula, measured = _by_kind(report.formula), _by_kind(report.holdings)
     memory = [
         Line(

@@ -1,0 +1,1 @@
+"""Fixed programmes: the dry run, the ZeRO paper's tables."""

@@ -1,0 +1,165 @@
+"""The dry run: the engine's own step on one rank of any world, in one process, without values.
+
+Tensors are fake CPU ones (sizes, no memory), the process group is torch's fake one. Everything
+else is what trains: build_engine_on, Trainer, the stage classes, the ledger. So a mistake in a
+stage shows here as it would on real ranks. Gradients travel as on NCCL: no pairwise scratch.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from rayzero.config.cell import CellConfig
+from rayzero.config.data import DataConfig, DataKind
+from rayzero.dist.fake import NEEDS_VALUES, fake_world, with_values, without_values
+from rayzero.dist.storage_trace import StorageTrace
+from rayzero.engine import ZeroEngine
+from rayzero.engine.partition import find_units
+from rayzero.errors import ConfigError
+from rayzero.layout.spec import ParamSpec, Span
+from rayzero.records import DryRunReport, Holdings, MemoryPoint, Phase
+from rayzero.theory.memory import holdings_of
+from rayzero.theory.tp_traffic import tp_transfers
+from rayzero.theory.traffic import step_transfers
+from rayzero.train.build import build_communicator, build_engine_on
+from rayzero.train.cell import make_trainer
+from rayzero.train.data import Batch, Data, load_data
+from rayzero.train.module_watch import ModuleWatch
+from rayzero.train.theory import num_params, question_for
+from rayzero.train.timeline import Place, timeline_of
+
+CPU = torch.device("cpu")
+
+
+def dry_run(config: CellConfig, *, world: int, rank: int, trace: bool) -> DryRunReport:
+    """Play two steps of one rank; the second, in steady state, gives transfers and timeline.
+
+    Raise ConfigError, with the module's name, for a model whose forward asks for values.
+    """
+    started = time.perf_counter()
+    grid = config.grid(world)
+    config.batching(world)
+    with fake_world(world=world, rank=rank):
+        comm = build_communicator(grid, CPU)
+        with without_values():
+            engine = build_engine_on(config, comm, initialize=_no_values)
+            with engine:
+                return Rehearsal(config, engine, world).report(
+                    rank=rank, trace=trace, started=started
+                )
+
+
+class Rehearsal:
+    """Two windows of one engine that has no values."""
+
+    def __init__(self, config: CellConfig, engine: ZeroEngine, world: int) -> None:
+        self._config = config
+        self._engine = engine
+        self._world = world
+        self._batching = config.batching(world)
+        self._watch = ModuleWatch(engine.module, find_units(engine.module, config.zero.units))
+        self._data = FakeData(config.data, config.model.vocab_size)
+        self._trainer = make_trainer(config, engine, self._data, world, CPU)
+
+    def report(self, *, rank: int, trace: bool, started: float) -> DryRunReport:
+        """Play, and lay theory beside what the engine did."""
+        config, engine = self._config, self._engine
+        after_init = engine.holdings()
+        with self._errors_name_the_module():
+            after_backward = self._first_window()
+            timeline = self._traced_step() if trace else self._step()
+        question = question_for(config, engine, self._world, rank)
+        micro_steps = self._batching.accumulation
+        formula = step_transfers(question, backwards=micro_steps, reductions=1)
+        return DryRunReport(
+            rank=rank,
+            world=self._world,
+            num_params=num_params(config, engine.module),
+            after_init=after_init,
+            after_backward=after_backward,
+            after_step=engine.holdings(),
+            formula_after_init=holdings_of(question, after_backward=False, after_step=False),
+            formula_after_backward=holdings_of(question, after_step=False),
+            formula_after_step=holdings_of(question),
+            transfers=engine.ledger.transfers,
+            formula_transfers=formula + tp_transfers(config, question, micro_steps),
+            timeline=timeline,
+            wall_s=time.perf_counter() - started,
+        )
+
+    def _first_window(self) -> Holdings:
+        """Run one micro-batch; return what is held when its gradients are reduced."""
+        loss = self._engine(*self._data.batch(0, range(self._batching.micro_batch)))
+        self._engine.backward(loss)
+        # Scaling by one waits for the reductions and changes nothing.
+        self._engine.scale_gradients(1.0)
+        held = self._engine.holdings()
+        self._engine.step()
+        return held
+
+    def _step(self) -> tuple[MemoryPoint, ...]:
+        self._trainer.step()
+        return ()
+
+    def _traced_step(self) -> tuple[MemoryPoint, ...]:
+        held = self._engine.held_by_kind()
+        with StorageTrace([tensor for _, _, tensor in held], self._where) as trace:
+            self._trainer.step()
+        return timeline_of(trace, held)
+
+    def _where(self) -> Place:
+        phase = self._engine.ledger.phase
+        is_in_module = phase in (Phase.FORWARD, Phase.BACKWARD)
+        return Place(phase, self._watch.unit if is_in_module else "")
+
+    @contextlib.contextmanager
+    def _errors_name_the_module(self) -> Iterator[None]:
+        try:
+            yield
+        except NEEDS_VALUES as error:
+            running = self._watch.running
+            module = f"module {running[-1] or '(the model itself)'!r}" if running else "the step"
+            raise ConfigError(
+                f"the dry run cannot go through {module}: it asks a tensor for its value "
+                f"({_first_line(error)}). A dry run has sizes only; keep .item(), .tolist() and "
+                "tensors in if-conditions out of forward, or measure with the verb run"
+            ) from error
+
+
+class FakeData:
+    """Batches of the right shapes and dtypes without values."""
+
+    def __init__(self, config: DataConfig, vocab_size: int) -> None:
+        self._seq_len = config.seq_len
+        self._real: Data | None = None
+        if config.kind is DataKind.FACTORY:
+            with with_values():
+                self._real = load_data(config, vocab_size=vocab_size)
+        self.fingerprint = ""
+
+    def batch(self, step: int, positions: Sequence[int]) -> Batch:
+        """Return a micro-batch; a user's data is asked for a real one, whose values are dropped."""
+        if self._real is None:
+            shape = (len(positions), self._seq_len)
+            return torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+        with with_values():
+            inputs, targets = self._real.batch(step, positions)
+        return _alike(inputs), _alike(targets)
+
+    def validation(self, positions: Sequence[int]) -> Batch:
+        """Return a batch."""
+        return self.batch(-1, positions)
+
+
+def _no_values(spec: ParamSpec, span: Span) -> torch.Tensor:
+    return torch.empty(span.elements)
+
+
+def _alike(real: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(real.shape, dtype=real.dtype)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,57 @@
+"""From changes of storages to a timeline: one point for each visit of a unit, at its highest."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from rayzero.dist.storage_trace import StorageTrace
+from rayzero.records import Kind, MemoryPoint, Phase, Where
+
+ACTIVATIONS, ELSEWHERE = "", "elsewhere"
+
+
+class Place(NamedTuple):
+    """Where in the step: the phase, and the unit at work."""
+
+    phase: Phase
+    unit: str
+
+
+def timeline_of(
+    trace: StorageTrace[Place], held: Sequence[tuple[Kind, Where, torch.Tensor]]
+) -> tuple[MemoryPoint, ...]:
+    """Name what the engine holds on the device, and keep the highest moment of each visit."""
+    numbers = trace.numbers_of([tensor for _, _, tensor in held])
+    names = {
+        number: kind.value if where is Where.DEVICE else ELSEWHERE
+        for number, (kind, where, _) in zip(numbers, held, strict=True)
+    }
+    now: dict[str, int] = defaultdict(int)
+    for storage, num_bytes in trace.at_start.items():
+        name = names.get(storage, ACTIVATIONS)
+        now[name] += 0 if name == ELSEWHERE else num_bytes
+    points: list[MemoryPoint] = []
+    place: Place | None = None
+    for change in trace.changes:
+        name = names.get(change.storage, ACTIVATIONS)
+        if name == ELSEWHERE:
+            continue
+        now[name] += change.delta_bytes
+        if change.place != place or sum(now.values()) > points[-1].total_bytes:
+            if change.place == place:
+                points.pop()
+            place = change.place
+            points.append(_point(place, now))
+    return tuple(points)
+
+
+def _point(place: Place, now: dict[str, int]) -> MemoryPoint:
+    kinds = {name: n for name, n in now.items() if n and name != ACTIVATIONS}
+    return MemoryPoint(
+        phase=place.phase,
+        unit=place.unit,
+        bytes_by_kind=kinds,
+        activations_bytes=now[ACTIVATIONS],
+    )

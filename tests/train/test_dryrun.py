@@ -1,0 +1,240 @@
+"""The dry run: byte for byte the formula's and the real ranks', at any size."""
+
+import dataclasses
+import resource
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from rayzero.config.build import build
+from rayzero.config.cell import CellConfig
+from rayzero.engine import zero2
+from rayzero.engine.flats import Flat
+from rayzero.engine.zero3 import Zero3
+from rayzero.errors import CombinationError, ConfigError
+from rayzero.records import DryRunReport, Holdings, Kind, Phase, RankReport, Where
+from rayzero.theory.memory import holdings_of
+from rayzero.theory.question import question_of
+from rayzero.train.dryrun import dry_run
+from tests.ranks import Pools
+from tests.train.test_cell import config_of, run
+
+PAPER = {"name": "paper", "params": "bf16", "reduce": "bf16", "accumulate": "bf16"}
+SIZES = {
+    "7.5B": {"num_layers": 36, "hidden": 4096, "num_heads": 32, "vocab_size": 51200},
+    "13B": {
+        "flavour": "llama",
+        "num_layers": 40,
+        "hidden": 5120,
+        "num_heads": 40,
+        "ffn_hidden": 13824,
+        "vocab_size": 32000,
+        "tied_output": False,
+    },
+    "128B": {"num_layers": 159, "hidden": 8192, "num_heads": 64, "vocab_size": 51200},
+    "1T": {"num_layers": 128, "hidden": 25600, "num_heads": 160, "vocab_size": 51200},
+}
+KindBytes = dict[tuple[Kind, Where], tuple[int, int]]
+
+
+def by_kind(holdings: Holdings, *without: Kind) -> KindBytes:
+    return {
+        (e.kind, e.where): (e.num_bytes, e.padding_bytes)
+        for e in holdings.entries
+        if e.kind not in without
+    }
+
+
+def check_formula(report: DryRunReport) -> None:
+    assert by_kind(report.after_init) == by_kind(report.formula_after_init)
+    assert by_kind(report.after_backward) == by_kind(report.formula_after_backward)
+    assert by_kind(report.after_step) == by_kind(report.formula_after_step)
+    assert Counter(report.transfers) == Counter(report.formula_transfers)
+
+
+def check_ranks(dry: DryRunReport, real: RankReport, config: CellConfig) -> None:
+    """Hold a dry run against the same rank run for real: all but the pairwise scratch is equal."""
+    assert by_kind(dry.after_step, Kind.BUCKETS) == by_kind(real.holdings, Kind.BUCKETS)
+    with_scratch = question_of(config, world=dry.world, rank=dry.rank, pairwise=True)
+    scratch = holdings_of(with_scratch).bytes_of(Kind.BUCKETS) - dry.formula_after_step.bytes_of(
+        Kind.BUCKETS
+    )
+    assert dry.after_step.bytes_of(Kind.BUCKETS) + scratch == real.holdings.bytes_of(Kind.BUCKETS)
+    assert Counter(dry.transfers) == Counter(real.transfers)
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "offload"),
+    [
+        (2, 1, "none"),
+        (3, 1, "none"),
+        (4, 1, "none"),
+        (2, 2, "none"),
+        (4, 2, "none"),
+        (2, 1, "host"),
+        (4, 2, "host"),
+    ],
+)
+def test_dry_run_formula_and_real_ranks_are_equal_to_the_byte(
+    ranks: Pools, world: int, tp: int, offload: str
+) -> None:
+    for stage in range(4):
+        config = config_of(
+            zero={"stage": stage, "bucket_elements": 20_000},
+            parallel={"tp": tp},
+            data={"micro_batch": 6 // (world // tp)},
+            offload={"optimizer": offload},
+            run={"num_steps": 1},
+        )
+        reports = [report for report, _ in ranks(world)(run, config)]
+        for real in (reports[0], reports[-1]):
+            dry = dry_run(config, world=world, rank=real.rank, trace=False)
+            check_formula(dry)
+            check_ranks(dry, real, config)
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "stage", "tp"),
+    [
+        ("7.5B", 64, 3, 1),
+        pytest.param("13B", 8, 2, 1, marks=pytest.mark.slow),
+        pytest.param("13B", 8, 1, 8, marks=pytest.mark.slow),
+        pytest.param("128B", 256, 3, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_dry_run_equals_the_formula_at_the_papers_sizes(
+    model: str, world: int, stage: int, tp: int
+) -> None:
+    report = dry_run(at_size(model, world, stage, tp), world=world, rank=world - 1, trace=False)
+    check_formula(report)
+
+
+@pytest.mark.slow
+def test_a_trillion_parameters_on_1024_ranks_take_seconds_and_no_memory() -> None:
+    report = dry_run(at_size("1T", 1024, 3, 1), world=1024, rank=1023, trace=False)
+    check_formula(report)
+    assert report.num_params > 10**12
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 1 << 20
+
+
+def at_size(model: str, world: int, stage: int, tp: int) -> CellConfig:
+    return config_of(
+        model=SIZES[model],
+        zero={"stage": stage, "bucket_elements": 5 * 10**8},
+        parallel={"tp": tp},
+        precision=PAPER,
+        data={"global_batch": world // tp, "seq_len": 128},
+    )
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize("flavour", ["gpt2", "llama"])
+def test_the_traced_peak_is_the_one_measured_on_a_real_rank(
+    ranks: Pools, flavour: str, checkpointing: str
+) -> None:
+    config = config_of(
+        model={"flavour": flavour, "checkpointing": checkpointing},
+        zero={"stage": 3, "overlap": False},
+        data={"global_batch": 8, "seq_len": 64},
+        run={"num_steps": 1, "probe": True},
+    )
+    real, _ = ranks(2)(run, config)[1]
+    peak = dry_run(config, world=2, rank=1, trace=True).peak
+    assert peak is not None
+    assert real.peak_bytes is not None
+    measured = real.peak_bytes - real.holdings.bytes_of()
+    scratch = real.holdings.bytes_of(Kind.BUCKETS) - peak.bytes_by_kind["buckets"]
+    held = sum(peak.bytes_by_kind.values()) + scratch
+    activations = peak.activations_bytes + held - real.holdings.bytes_of()
+    assert activations == pytest.approx(measured, rel=0.02)
+
+
+def test_the_peak_names_its_phase_and_unit_and_the_timeline_visits_all() -> None:
+    config = config_of(zero={"stage": 3}, model={"num_layers": 3}, data={"seq_len": 256})
+    report = dry_run(config, world=4, rank=2, trace=True)
+    assert report.peak is not None
+    assert report.peak.phase in (Phase.FORWARD, Phase.BACKWARD)
+    visited = [(p.phase, p.unit) for p in report.timeline if p.unit.startswith("blocks")]
+    forward = [(Phase.FORWARD, f"blocks.{i}") for i in (0, 1, 2)]
+    backward = [(Phase.BACKWARD, f"blocks.{i}") for i in (2, 1, 0)]
+    assert visited == forward + backward
+    assert Phase.STEP in {point.phase for point in report.timeline}
+
+
+def test_bytes_on_the_host_are_not_in_the_devices_timeline() -> None:
+    peaks = {}
+    for place in ("none", "host"):
+        config = config_of(zero={"stage": 2}, offload={"optimizer": place})
+        report = dry_run(config, world=4, rank=0, trace=True)
+        check_formula(report)
+        assert report.peak is not None
+        peaks[place] = report.peak.bytes_by_kind
+    assert "moments" in peaks["none"]
+    assert "moments" not in peaks["host"]
+
+
+def test_states_on_disk_are_counted_without_a_file(tmp_path: Any) -> None:
+    folder = tmp_path / "states"
+    config = config_of(zero={"stage": 3}, offload={"optimizer": "disk", "folder": str(folder)})
+    report = dry_run(config, world=4, rank=0, trace=False)
+    check_formula(report)
+    assert report.after_step.bytes_of(Kind.MOMENTS, where=Where.DISK)
+    assert not folder.exists()
+
+
+def test_a_stage_that_drops_a_gather_changes_the_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(zero={"stage": 2})
+    whole = dry_run(config, world=4, rank=0, trace=False)
+    check_formula(whole)
+
+    def forgetful(parts: Any) -> None:
+        last = dataclasses.replace(parts, trained=parts.trained[:-1])
+        gather(last)
+
+    gather = zero2.all_gather_updated
+    monkeypatch.setattr(zero2, "all_gather_updated", forgetful)
+    broken = dry_run(config, world=4, rank=0, trace=False)
+    lost = Counter(whole.transfers) - Counter(broken.transfers)
+    assert [(t.op, t.phase) for t in lost] == [("all_gather", Phase.STEP)]
+
+
+def test_a_stage_that_keeps_units_whole_changes_the_dry_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = config_of(zero={"stage": 3})
+    before = dry_run(config, world=4, rank=0, trace=True).peak
+    monkeypatch.setattr(Flat, "free", lambda self: None)
+    monkeypatch.setattr(Zero3, "end_backward", lambda self: None)
+    after = dry_run(config, world=4, rank=0, trace=True).peak
+    assert before is not None
+    assert after is not None
+    assert after.bytes_by_kind["gathered"] > before.bytes_by_kind.get("gathered", 0)
+
+
+def test_a_users_model_of_any_size_is_run_without_memory() -> None:
+    config = user_config("Plain", width=30_000)
+    for stage in range(4):
+        staged = dataclasses.replace(config, zero=dataclasses.replace(config.zero, stage=stage))
+        report = dry_run(staged, world=8, rank=7, trace=True)
+        check_formula(report)
+        assert report.num_params > 900_000_000
+
+
+def test_a_model_that_asks_for_values_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"module 'hidden\.1'"):
+        dry_run(user_config("Peeking", width=8), world=2, rank=0, trace=True)
+
+
+def user_config(name: str, *, width: int) -> CellConfig:
+    factory = f"tests.train.user_models:{name}"
+    return config_of(
+        model={"factory": factory, "factory_args": {"width": width}}, data={"global_batch": 8}
+    )
+
+
+def test_impossible_degrees_and_ranks_are_refused() -> None:
+    with pytest.raises(CombinationError, match=r"parallel\.tp=4 does not divide the 6 ranks"):
+        dry_run(config_of(parallel={"tp": 4}), world=6, rank=0, trace=False)
+    with pytest.raises(ConfigError, match=r"dryrun\.rank=8 is outside dryrun\.world=8"):
+        build({"dryrun": {"world": 8, "rank": 8}})
