@@ -19,7 +19,7 @@ INSTALL := $(PIP) install --constraint constraints.txt $(if $(TORCH_INDEX),--ext
 RAYZERO := $(BIN)/python -m rayzero
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep run report doctor ui test test-fast check clean
+.PHONY: help setup sweep run report tables dryrun bench doctor ui test test-fast check clean
 
 help:  ## Show this list
 	@echo "rayzero: which ZeRO stage, how much tensor parallelism, how much offload?"
@@ -38,6 +38,17 @@ run: $(STAMP)  ## Measure one cell: make run ARGS="stage=3 parallel.tp=2"
 
 report: $(STAMP)  ## Write the tables and figures of a sweep again
 	$(RAYZERO) report experiment=$(EXPERIMENT) cluster=$(CLUSTER) $(ARGS)
+
+tables: $(STAMP)  ## Lay the ZeRO papers' tables beside formula, dry run and measurement
+	$(RAYZERO) tables cluster=$(CLUSTER) $(ARGS)
+
+dryrun: $(STAMP)  ## Play one rank of any world: make dryrun ARGS="model=7.5B stage=3 dryrun.world=64"
+	$(RAYZERO) dryrun $(ARGS)
+
+bench: $(STAMP)  ## Race our engine against DDP, FSDP2 and DeepSpeed (installs DeepSpeed; hours)
+	@$(BIN)/python -c 'import deepspeed' >/dev/null 2>&1 || $(INSTALL) --editable '.[deepspeed]' \
+		|| echo "DeepSpeed could not be installed: its rows will be failed"
+	$(RAYZERO) bench cluster=$(CLUSTER) $(ARGS)
 
 doctor: $(STAMP)  ## Check this machine: versions, devices, Ray, folders, MLflow
 	$(RAYZERO) doctor cluster=$(CLUSTER) $(ARGS)

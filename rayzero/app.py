@@ -27,14 +27,22 @@ from omegaconf.errors import (
 )
 
 from rayzero.config.build import Plain, build, defaults
+from rayzero.config.run import RESTORE_WORDS
 from rayzero.errors import ConfigError, RayzeroError
 from rayzero.sweep.choices import quote_choice
 
 OPEN_MAPPINGS = ("cluster.env", "model.factory_args", "data.factory_args")
 """Keys below these are the user's own; no default knows them."""
 
-PATHS = (("run", "output"), ("offload", "folder"), ("data", "path"))
-"""Keys that hold a path: of the driver's working directory, whoever reads them later."""
+PATHS: Mapping[tuple[str, str], Sequence[str]] = {
+    ("run", "output"): (),
+    ("run", "checkpoint_folder"): (),
+    ("run", "restore"): RESTORE_WORDS,
+    ("offload", "folder"): (),
+    ("data", "path"): (),
+}
+"""Keys that hold a path: of the driver's working directory, whoever reads them later; and the words
+that may stand in its place."""
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -46,6 +54,8 @@ class Verb:
     purpose: str
     module: str
     runs_cells: bool = False
+    argument: str = ""
+    """The key that a word without one sets, where the verb takes such a word."""
 
 
 VERBS: Mapping[str, Verb] = {
@@ -65,6 +75,15 @@ VERBS: Mapping[str, Verb] = {
     "tables": Verb(
         purpose="lay the ZeRO paper's tables beside formula, dry run and measurement",
         module="rayzero.studies.tables",
+    ),
+    "checkpoint": Verb(
+        purpose="show what is in a checkpoint, and whether it is whole: checkpoint PATH",
+        module="rayzero.checkpoint",
+        argument="run.restore",
+    ),
+    "bench": Verb(
+        purpose="race our engine against DDP, FSDP2 and DeepSpeed, round by round",
+        module="rayzero.studies.bench",
     ),
     "doctor": Verb(
         purpose="check versions, devices, Ray, folders and MLflow", module="rayzero.doctor"
@@ -108,9 +127,9 @@ def to_plain(composed: DictConfig) -> Plain:
     ours = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     plain = OmegaConf.to_container(ours, resolve=True, throw_on_missing=True)
     assert isinstance(plain, dict)
-    for group, key in PATHS:
+    for (group, key), words in PATHS.items():
         value = plain.get(group, {}).get(key)
-        if isinstance(value, str):
+        if isinstance(value, str) and value not in words:
             plain[group][key] = os.path.abspath(os.path.expanduser(value))
     return {str(key): value for key, value in plain.items()}
 
@@ -201,6 +220,8 @@ def _call(verb: str, overrides: Sequence[str]) -> int:
 
 def _call_once(verb: str, overrides: Sequence[str]) -> int:
     composed: list[DictConfig] = []
+    key = VERBS[verb].argument
+    overrides = [_set_by(word, key) if key else word for word in overrides]
 
     def keep(config: DictConfig) -> None:
         composed.append(config)
@@ -209,6 +230,14 @@ def _call_once(verb: str, overrides: Sequence[str]) -> int:
     with _composition_errors():
         configs = [build(to_plain(config)) for config in composed]
     return max((_module(verb).main(config) for config in configs), default=EXIT_OK)
+
+
+def _set_by(word: str, key: str) -> str:
+    """Return a word that is no override or option as a value of the key."""
+    if "=" in word or word.startswith(("-", "+", "~")):
+        return word
+    quoted = word.replace("'", "\\'")
+    return f"{key}='{quoted}'"
 
 
 def _module(verb: str) -> ModuleType:

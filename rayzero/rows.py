@@ -50,6 +50,7 @@ def measured_row(
     samples = slowest_steps(reports)
     timed = [sample.step_s for sample in samples if sample.timed]
     build_s = max(report.build_s for report in reports)
+    made_here = samples[reports[0].restored_steps :]
     row = replace(
         planned_row(config, len(reports), status=Status.OK),
         num_params=reports[0].num_params,
@@ -60,10 +61,10 @@ def measured_row(
         data_fingerprint=_same_data(reports),
         devices=devices,
         wall_s=wall_s,
-        overhead_s=wall_s - build_s - sum(sample.step_s for sample in samples),
+        overhead_s=wall_s - build_s - sum(sample.step_s for sample in made_here),
     )
-    row = _with_speed(row, config, timed, num_ranks=len(reports))
-    return _with_traffic(_with_memory(row, reports), reports)
+    row = _with_memory(_with_speed(row, config, timed, num_ranks=len(reports)), reports)
+    return row if config.engine.name.is_peer else _with_theory(row, reports)
 
 
 def slowest_steps(reports: Sequence[RankReport]) -> tuple[StepSample, ...]:
@@ -138,10 +139,8 @@ def _with_memory(row: CellRow, reports: Sequence[RankReport]) -> CellRow:
         gradients_bytes=held(Kind.GRADIENTS),
         master_bytes=held(Kind.MASTER),
         moments_bytes=held(Kind.MOMENTS),
-        communication_bytes=held(Kind.BUCKETS, Kind.GATHERED, Kind.STAGING),
         module_buffers_bytes=held(Kind.MODULE_BUFFERS),
         activations_bytes=_max_or_none([_activations(report) for report in reports]),
-        formula_bytes=max(report.formula.bytes_of() for report in reports),
     )
 
 
@@ -152,9 +151,15 @@ def _activations(report: RankReport) -> int | None:
     return report.peak_bytes - report.holdings.bytes_of(where=Where.DEVICE)
 
 
-def _with_traffic(row: CellRow, reports: Sequence[RankReport]) -> CellRow:
+def _with_theory(row: CellRow, reports: Sequence[RankReport]) -> CellRow:
+    """Add what a peer does not show: its buffers, its traffic, and formulas for them."""
     return replace(
         row,
+        communication_bytes=max(
+            report.holdings.bytes_of(Kind.BUCKETS, Kind.GATHERED, Kind.STAGING)
+            for report in reports
+        ),
+        formula_bytes=max(report.formula.bytes_of() for report in reports),
         sent_bytes=max(_sent(report.transfers) for report in reports),
         formula_sent_bytes=max(_sent(report.formula_transfers) for report in reports),
     )

@@ -6,7 +6,13 @@ from collections.abc import Callable
 from rayzero.cluster.gang import Gang, open_gang
 from rayzero.cluster.seating import Seating
 from rayzero.cluster.session import Session, open_session
-from rayzero.cluster.tasks import RankTask, dry_run, train_cell, with_same_sources
+from rayzero.cluster.tasks import (
+    RankTask,
+    compute_cell,
+    dry_run,
+    train_cell,
+    with_same_sources,
+)
 from rayzero.config.build import to_plain
 from rayzero.config.cell import CellConfig
 from rayzero.config.cluster import ClusterConfig, ClusterKind, Device
@@ -70,9 +76,15 @@ class CellRunner:
         row = measured_row(config, reports, devices=devices_of(seating), wall_s=wall_s)
         return record_of(config, row, started_unix_s=started_unix_s, reports=tuple(reports))
 
+    def end_ranks(self) -> None:
+        """End the ranks; the next cell starts in new processes."""
+        gang, self._gang = self._gang, None
+        if gang is not None:
+            gang.close()
+
     def close(self) -> None:
         """End the ranks and the Ray we started."""
-        self._end_gang()
+        self.end_ranks()
         session, self._session = self._session, None
         if session is not None:
             session.close()
@@ -92,14 +104,14 @@ class CellRunner:
     def _gang_for(self, config: CellConfig, session: Session) -> Gang:
         """Keep the ranks if the cell fits them, else start others."""
         if self._gang is None or not self._gang.fits(config):
-            self._end_gang()
+            self.end_ranks()
             self._gang = open_gang(session, config)
         return self._gang
 
-    def _end_gang(self) -> None:
-        gang, self._gang = self._gang, None
-        if gang is not None:
-            gang.close()
+
+def compute_only_runner() -> CellRunner:
+    """Return a runner whose cells compute and update their share, and send nothing."""
+    return CellRunner(compute_cell)
 
 
 def rehearse(config: CellConfig) -> DryRunReport:

@@ -19,7 +19,11 @@ EXPERIMENTS = [option for group, option in OPTIONS if group == "experiment"]
 NEEDED = {
     ("cluster", "address"): ["cluster.address=head:6379"],
     ("model", "factory"): ["model.factory=package.module:function"],
+    ("model", "hf"): ["model.config=llama"],
     ("data", "factory"): ["data.factory=package.module:function"],
+    ("engine", "zero_redundancy"): ["stage=1"],
+    ("engine", "fsdp2"): ["stage=3"],
+    ("engine", "deepspeed"): ["stage=2"],
 }
 """What an option cannot know and asks its user for."""
 

@@ -9,6 +9,7 @@ from rayzero.records import DryRunReport, RankReport
 from rayzero.sources import sources_hash
 from rayzero.train import dryrun
 from rayzero.train.cell import run_rank
+from rayzero.train.engines import build_compute_only
 
 RankTask = Callable[[Member, CellConfig], RankReport]
 
@@ -16,6 +17,11 @@ RankTask = Callable[[Member, CellConfig], RankReport]
 def train_cell(member: Member, config: CellConfig) -> RankReport:
     """Build, train and measure one cell on one rank."""
     return run_rank(member, config)
+
+
+def compute_cell(member: Member, config: CellConfig) -> RankReport:
+    """Run the cell's compute and its share of the update alone: nothing is sent."""
+    return run_rank(member, config, build=build_compute_only)
 
 
 def dry_run(config: CellConfig, *, world: int, rank: int, trace: bool) -> DryRunReport:

@@ -2,16 +2,18 @@
 
 from dataclasses import dataclass, field
 
+from rayzero.config.bench import BenchConfig
 from rayzero.config.checks import divisors, fit
 from rayzero.config.cluster import ClusterConfig
 from rayzero.config.data import Batching, DataConfig, batching_of
 from rayzero.config.dryrun import DryRunConfig
-from rayzero.config.engine import EngineConfig
+from rayzero.config.engine import EngineConfig, EngineName
 from rayzero.config.model import ModelConfig
 from rayzero.config.optimizer import OptimizerConfig
 from rayzero.config.parallel import Grid, ParallelConfig, grid_of
+from rayzero.config.peers import check_peer, check_peer_precision
 from rayzero.config.precision import PrecisionConfig
-from rayzero.config.run import ExperimentConfig, RunConfig, TrackingConfig
+from rayzero.config.run import RESTORE_WORDS, ExperimentConfig, RunConfig, TrackingConfig
 from rayzero.config.tables import TablesConfig
 from rayzero.config.zero import OffloadConfig, Place, ZeroConfig
 
@@ -33,6 +35,7 @@ class CellGroups:
     run: RunConfig = field(default_factory=RunConfig)
     dryrun: DryRunConfig = field(default_factory=DryRunConfig)
     tables: TablesConfig = field(default_factory=TablesConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
     experiment: ExperimentConfig = field(default_factory=ExperimentConfig)
 
 
@@ -48,6 +51,20 @@ class CellConfig(CellGroups):
             f"offload.params={self.offload.params.value} needs stage=3, "
             f"found stage={self.zero.stage}: only stage 3 shards parameters",
         )
+        saves = self.run.checkpoint_folder is not None or self.run.restore not in RESTORE_WORDS
+        fit(
+            not saves or self.engine.name is EngineName.RAYZERO,
+            f"run.checkpoint_folder and run.restore=PATH need engine=rayzero, found "
+            f"engine={self.engine.name.value}: peers keep no checkpoints here",
+        )
+        check_peer(
+            self.engine.name,
+            zero=self.zero,
+            parallel=self.parallel,
+            offload=self.offload,
+            on_nonfinite=self.engine.on_nonfinite,
+        )
+        check_peer_precision(self.engine.name, self.precision)
 
     def _check_transformer(self) -> None:
         tp, model = self.parallel.tp, self.model

@@ -52,6 +52,8 @@ class ModelConfig:
     """A user's model, package.module:function; called with factory_args, returns an nn.Module."""
     factory_args: dict[str, object] = field(default_factory=dict)
     """Keyword arguments of the factory."""
+    config: str | None = None
+    """What the factory is to build, where it offers a choice; model=hf takes a model_type."""
 
     def __post_init__(self) -> None:
         for key in ("num_layers", "hidden", "num_heads", "vocab_size", "max_seq_len"):
@@ -69,6 +71,10 @@ class ModelConfig:
                 f"model.num_heads={self.num_heads}; "
                 f"allowed here: {', '.join(map(str, divisors(self.num_heads)))}",
             )
+        require(
+            self.config is None or self.factory is not None,
+            f"model.config={self.config!r} is for a factory; set model=hf",
+        )
         if self.factory is not None and self.factory.count(":") != 1:
             raise ConfigError(
                 f"model.factory={self.factory!r} is not of the form package.module:function"

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from rayzero.config.checks import at_least, require
 
+RESTORE_WORDS = ("auto", "never")
+"""Values of run.restore that are no path."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
@@ -29,6 +32,15 @@ class RunConfig:
     """Report a validation loss at the end."""
     output: str = "outputs"
     """Folder of all results."""
+    checkpoint_folder: str | None = None
+    """Folder of the run's checkpoints; null saves none. Cells of a sweep have one each in it."""
+    checkpoint_every_steps: int = 100
+    """Save after every so many steps, and after the last."""
+    checkpoint_keep: int = 3
+    """How many of the newest whole checkpoints stay."""
+    restore: str = "auto"
+    """auto goes on from the newest whole checkpoint in run.checkpoint_folder, never begins anew, a
+    path goes on from that checkpoint."""
     memory_fraction: float = 0.8
     """Share of a node's memory that predicted bytes may take before a cell is called impossible."""
 
@@ -36,6 +48,8 @@ class RunConfig:
         at_least("run.num_steps", self.num_steps, 1)
         at_least("run.warmup_steps", self.warmup_steps, 0)
         at_least("run.repeats", self.repeats, 1)
+        at_least("run.checkpoint_every_steps", self.checkpoint_every_steps, 1)
+        at_least("run.checkpoint_keep", self.checkpoint_keep, 1)
         require(
             self.cell_timeout_s > 0, f"run.cell_timeout_s={self.cell_timeout_s} must be above 0"
         )

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from rayzero.config.build import Plain, build, build_groups
+from rayzero.config.cell import CellConfig
 from rayzero.errors import CombinationError, RayzeroError
 from rayzero.records import CellRecord, CellRow, Status
 from rayzero.report.terminal import default_console, print_matrix
@@ -152,15 +153,21 @@ class Campaign:
         if planned.config is None:
             return self._record(planned, CellRecord(row=planned.row, fingerprint="", config={}))
         try:
-            return self._record(
-                planned, self._runner.run(planned.config, on_progress=self._display.step)
-            )
+            config = self._placed(planned.config, planned.name)
+            return self._record(planned, self._runner.run(config, on_progress=self._display.step))
         except Exception as error:
             if isinstance(error, RayzeroError) and not self._many:
                 raise
             row = replace(planned.row, status=Status.FAILED.value, reason=_first_line(error))
             log = traceback.format_exc()
             return self._record(planned, CellRecord(row=row, fingerprint="", config={}, log=log))
+
+    def _placed(self, config: CellConfig, name: str) -> CellConfig:
+        """Give each cell of a sweep a folder of its own for checkpoints."""
+        folder = config.run.checkpoint_folder
+        if not self._many or folder is None:
+            return config
+        return replace(config, run=replace(config.run, checkpoint_folder=str(Path(folder) / name)))
 
     def _record(self, planned: PlannedCell, record: CellRecord) -> CellRecord:
         """Put the question's name, fingerprint and config on an answer."""

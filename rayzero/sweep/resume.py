@@ -14,7 +14,16 @@ from rayzero.sources import sources_hash
 ANSWERED = (Status.OK.value, Status.IMPOSSIBLE.value)
 
 NOT_ASKED = {
-    "run": ("output", "resume", "fail_fast", "cell_timeout_s"),
+    "run": (
+        "output",
+        "resume",
+        "fail_fast",
+        "cell_timeout_s",
+        "checkpoint_folder",
+        "checkpoint_every_steps",
+        "checkpoint_keep",
+        "restore",
+    ),
     "offload": ("folder",),
     "cluster": ("start_timeout_s",),
     "experiment": ("name", "question"),

@@ -28,7 +28,7 @@ from rayzero.tracking.tracker import End, NullTracker, Plain, Tracker
 from rayzero.tracking.view import save_view, view_path
 
 LOCAL_ADDRESS = "http://127.0.0.1:5000"
-UPLOADED = (".csv", ".png", ".html")
+UPLOADED = (".csv", ".png", ".html", ".md")
 
 
 def open_tracker(config: TrackingConfig, output: Path) -> Tracker:

@@ -36,18 +36,25 @@ class Model:
     initialize: Initializer | None
 
 
-def build_engine(config: CellConfig, grid: Grid, device: torch.device) -> ZeroEngine:
-    """Build the cell's engine on an initialised process group of grid.world ranks."""
+def build_communicator(grid: Grid, device: torch.device) -> Communicator:
+    """Lay the process group's ranks out as the grid says."""
+    mesh = build_mesh(device.type, replicate=grid.replicate, shard=grid.shard, tp=grid.tp)
+    return Communicator(mesh, store=current_store())
+
+
+def build_engine_on(
+    config: CellConfig, comm: Communicator, *, initialize: Initializer | None = None
+) -> ZeroEngine:
+    """Build the engine; `initialize` draws our models' weights in place of their own rules."""
     if config.engine.name is not EngineName.RAYZERO:
-        raise NotBuiltYetError(
-            f"engine.name={config.engine.name.value} is not built yet; set engine=rayzero"
+        raise ConfigError(
+            f"engine.name={config.engine.name.value} is a peer: it is measured on real ranks (run, "
+            "sweep, bench), not played or rehearsed; set engine=rayzero"
         )
     if config.parallel.sequence:
         raise NotBuiltYetError(
             "parallel.sequence=true is not built yet; set parallel.sequence=false"
         )
-    mesh = build_mesh(device.type, replicate=grid.replicate, shard=grid.shard, tp=grid.tp)
-    comm = Communicator(mesh, store=current_store())
     model = build_module(config, comm)
     return ZeroEngine(
         model.module,
@@ -60,7 +67,7 @@ def build_engine(config: CellConfig, grid: Grid, device: torch.device) -> ZeroEn
         tensor_parallel=model.tensor_parallel,
         max_grad_norm=config.optimizer.max_grad_norm,
         on_nonfinite=config.engine.on_nonfinite.value,
-        initialize=model.initialize,
+        initialize=initialize or model.initialize,
         seed=config.run.seed,
     )
 

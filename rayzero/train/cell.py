@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -12,13 +13,12 @@ from rayzero.dist.process import Seat, return_freed_pages
 from rayzero.engine import ZeroEngine
 from rayzero.errors import DataError
 from rayzero.records import Phase, Progress, RankReport, StepSample, Transfer
-from rayzero.theory.memory import holdings_of
-from rayzero.theory.tp_traffic import tp_transfers
-from rayzero.theory.traffic import step_transfers
 from rayzero.train import probe
-from rayzero.train.build import build_engine, build_schedule
+from rayzero.train.build import build_communicator, build_schedule
+from rayzero.train.checkpoints import TrainingCheckpoints, total_steps
 from rayzero.train.data import Data, load_data
-from rayzero.train.theory import num_params, question_for
+from rayzero.train.engines import AnyEngine, BuildEngine, build_any_engine, formula_for
+from rayzero.train.theory import num_params
 from rayzero.train.trainer import LocalStep, Trainer
 
 FREED_PAGES_ABOVE = 1 << 20
@@ -35,7 +35,9 @@ class Member(Protocol):
         """Leave a sign of life."""
 
 
-def run_rank(member: Member, config: CellConfig) -> RankReport:
+def run_rank(
+    member: Member, config: CellConfig, *, build: BuildEngine = build_any_engine
+) -> RankReport:
     """Run one cell on this rank; the process group stands."""
     started = time.perf_counter()
     probe.reset_host_peak()
@@ -44,22 +46,30 @@ def run_rank(member: Member, config: CellConfig) -> RankReport:
     seat = member.seat
     device = torch.device(seat.device)
     data = load_data(config.data, vocab_size=config.model.vocab_size)
-    with build_engine(config, config.grid(seat.world), device) as engine:
+    comm = build_communicator(config.grid(seat.world), device)
+    with build(config, comm, device) as engine:
         check_same_data(engine, data)
         trainer = make_trainer(config, engine, data, seat.world, device)
         check_same_batch(engine, trainer)
-        build_s = time.perf_counter() - started
-        steps, transfers = _train(member, config, trainer, engine)
-        first_timed = config.run.warmup_steps
-        samples = trainer.samples(steps, lambda step: step >= first_timed)
-        return _report(member, config, engine, trainer, data, samples, transfers, build_s)
+        with TrainingCheckpoints(
+            config,
+            engine=engine,
+            trainer=trainer,
+            device=device,
+            data_fingerprint=data.fingerprint,
+        ) as checkpoints:
+            checkpoints.restore()
+            build_s = time.perf_counter() - started
+            steps, transfers = _train(member, config, trainer, engine, checkpoints)
+            samples = checkpoints.samples(steps)
+        report = _report(member, config, engine, trainer, data, samples, transfers, build_s)
+        return replace(report, restored_steps=checkpoints.restored_steps)
 
 
 def make_trainer(
-    config: CellConfig, engine: ZeroEngine, data: Data, world: int, device: torch.device
+    config: CellConfig, engine: AnyEngine, data: Data, world: int, device: torch.device
 ) -> Trainer:
     """Put the loop together."""
-    num_steps = config.run.warmup_steps + config.run.num_steps * config.run.repeats
     return Trainer(
         config,
         engine=engine,
@@ -67,11 +77,11 @@ def make_trainer(
         data=data,
         batching=config.batching(world),
         device=device,
-        schedule=build_schedule(config.optimizer, engine.optimizer, num_steps),
+        schedule=build_schedule(config.optimizer, engine.optimizer, total_steps(config)),
     )
 
 
-def check_same_data(engine: ZeroEngine, data: Data) -> None:
+def check_same_data(engine: AnyEngine, data: Data) -> None:
     """Raise DataError where ranks read another corpus."""
     digest = hashlib.blake2b(data.fingerprint.encode(), digest_size=6).digest()
     mine = torch.tensor([float(int.from_bytes(digest, "little"))], dtype=torch.float64)
@@ -85,7 +95,7 @@ def check_same_data(engine: ZeroEngine, data: Data) -> None:
         )
 
 
-def check_same_batch(engine: ZeroEngine, trainer: Trainer) -> None:
+def check_same_batch(engine: AnyEngine, trainer: Trainer) -> None:
     """Raise DataError where ranks of one tp group would train on different sequences."""
     mine = torch.tensor([float(trainer.batch_checksum() >> 11)], dtype=torch.float64)
     with engine.ledger.during(Phase.SETUP):
@@ -98,14 +108,18 @@ def check_same_batch(engine: ZeroEngine, trainer: Trainer) -> None:
 
 
 def _train(
-    member: Member, config: CellConfig, trainer: Trainer, engine: ZeroEngine
+    member: Member,
+    config: CellConfig,
+    trainer: Trainer,
+    engine: AnyEngine,
+    checkpoints: TrainingCheckpoints,
 ) -> tuple[list[LocalStep], tuple[Transfer, ...]]:
-    """Run warm-up and timed steps; return them with the transfers of the last."""
+    """Run the steps that are left; return them with the transfers of the last."""
     steps: list[LocalStep] = []
-    total = config.run.warmup_steps + config.run.num_steps * config.run.repeats
+    total = total_steps(config)
     tokens = config.data.global_batch * config.data.seq_len
     transfers: tuple[Transfer, ...] = ()
-    for _ in range(total):
+    while trainer.next_step < total:
         done = trainer.step()
         transfers = engine.ledger.transfers
         steps.append(done)
@@ -116,13 +130,14 @@ def _train(
             tokens_per_s=tokens / done.step_s,
         )
         member.progress(sign)
+        checkpoints.after_step(steps)
     return steps, transfers
 
 
 def _report(
     member: Member,
     config: CellConfig,
-    engine: ZeroEngine,
+    engine: AnyEngine,
     trainer: Trainer,
     data: Data,
     samples: list[StepSample],
@@ -130,28 +145,32 @@ def _report(
     build_s: float,
 ) -> RankReport:
     seat = member.seat
-    question = question_for(config, engine, seat.world, seat.rank)
-    micro_steps = config.batching(seat.world).accumulation
-    formula = step_transfers(question, backwards=micro_steps, reductions=1)
+    formula = formula_for(config, engine, world=seat.world, rank=seat.rank)
     holdings = engine.holdings()
     validation = trainer.validation_loss() if config.run.validate else None
-    peak = None
-    if config.run.probe:
-        peak = probe.peak_bytes(torch.device(seat.device), engine.held_tensors(), trainer.step)
     return RankReport(
         rank=seat.rank,
         node=seat.node,
         device=seat.device,
-        num_params=num_params(config, engine),
+        num_params=num_params(config, engine.module),
         steps=tuple(samples),
         holdings=holdings,
-        formula=holdings_of(question),
+        formula=formula.holdings,
         transfers=transfers,
-        formula_transfers=formula + tp_transfers(config, question, micro_steps),
-        peak_bytes=peak,
+        formula_transfers=formula.transfers,
+        peak_bytes=_peak_bytes(config, engine, trainer, torch.device(seat.device)),
         peak_host_bytes=probe.host_peak_bytes(),
         validation_loss=validation,
         data_fingerprint=data.fingerprint,
         build_s=build_s,
         weights_checksum=engine.weights_checksum(),
     )
+
+
+def _peak_bytes(
+    config: CellConfig, engine: AnyEngine, trainer: Trainer, device: torch.device
+) -> int | None:
+    """Probe one step. On CPU only our own engine's: what it holds beforehand must be known."""
+    if not config.run.probe or (device.type == "cpu" and not isinstance(engine, ZeroEngine)):
+        return None
+    return probe.peak_bytes(device, engine.held_tensors(), trainer.step)

@@ -16,7 +16,8 @@ DATA_NAMES = ("fingerprint", "batch", "validation")
 
 def build_model(config: ModelConfig) -> nn.Module:
     """Call model.factory; its module's forward(inputs, targets) returns the mean loss."""
-    built = _call("model", config.factory, config.factory_args)
+    choice = {} if config.config is None else {"config": config.config}
+    built = _call("model", config.factory, {**config.factory_args, **choice})
     if not isinstance(built, nn.Module):
         raise ConfigError(
             f"model.factory={config.factory} returned {type(built).__name__}; it must return a "

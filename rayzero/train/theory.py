@@ -18,7 +18,6 @@ def question_for(config: CellConfig, engine: ZeroEngine, world: int, rank: int) 
             config,
             world=world,
             rank=rank,
-            bucket_elements=engine.zero.bucket,
             pairwise=engine.comm.is_pairwise,
             buffers_bytes=buffers_bytes,
         )
@@ -46,8 +45,9 @@ def _buffers_bytes(module: nn.Module) -> int:
     return sum(b.numel() * b.itemsize for b in module.buffers())
 
 
-def num_params(config: CellConfig, engine: ZeroEngine) -> int:
+def num_params(config: CellConfig, module: nn.Module) -> int:
     """Count the whole model's parameters, over all tp ranks."""
     if config.model.factory is None:
         return shape_of(config.model).num_params
-    return sum(p.numel() for p in engine.module.parameters())
+    # DeepSpeed's stage 3 leaves empty parameters that remember their size.
+    return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())

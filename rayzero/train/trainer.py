@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -45,7 +46,7 @@ class Trainer:
         self._batching = batching
         self._device = device
         self._schedule = schedule
-        self._data_rank = comm.rank("replicate") * comm.size("shard") + comm.rank("shard")
+        self.data_rank = comm.rank("replicate") * comm.size("shard") + comm.rank("shard")
         self.next_step = 0
 
     def step(self) -> LocalStep:
@@ -97,7 +98,7 @@ class Trainer:
         total = self._config.data.validation_sequences
         ranks = self._batching.dp
         count = -(-total // ranks)
-        positions = range(self._data_rank * count, (self._data_rank + 1) * count)
+        positions = range(self.data_rank * count, (self.data_rank + 1) * count)
         sums = []
         self._engine.eval()
         with torch.no_grad():
@@ -111,6 +112,15 @@ class Trainer:
             rows = self._comm.gather_rows(mine, axes=("replicate", "shard"))
         return float(rows.mean())
 
+    def schedule_state(self) -> dict[str, Any]:
+        """Return where the learning rate's schedule is."""
+        return self._schedule.state_dict()
+
+    def restore(self, next_step: int, schedule: dict[str, Any]) -> None:
+        """Go on at a step; batches are a function of it."""
+        self.next_step = next_step
+        self._schedule.load_state_dict(schedule)
+
     def batch_checksum(self) -> int:
         """Return a number that tells this rank's next micro-batch from any other."""
         return checksum(self._data.batch(self.next_step, self._positions(0)))
@@ -119,7 +129,7 @@ class Trainer:
         return self._to_device(self._data.batch(self.next_step, self._positions(micro)))
 
     def _positions(self, micro: int) -> range:
-        return positions_of(self._batching, self._data_rank, micro)
+        return positions_of(self._batching, self.data_rank, micro)
 
     def _to_device(self, batch: Batch) -> Batch:
         inputs, targets = batch

@@ -4,13 +4,16 @@ RAYZERO_EXAMPLES=5000 draws that many runs at random instead of the fixed ones o
 """
 
 import os
+import tempfile
 from collections import Counter
 
 import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
 
+from rayzero.engine import OffloadOptions, ZeroOptions
 from rayzero.records import Kind, Phase, Transfer
+from tests.engine.random_models import ModelRecipe, PartRecipe
 from tests.engine.random_runs import DRAWN, RunRecipe, Story, runs, train_engine, train_plain
 from tests.ranks import Pools
 
@@ -46,6 +49,67 @@ def test_any_model_trains_like_one_plain_process(ranks: Pools) -> None:
     assert seen["runs"] >= 0.95 * DRAWN["started"], "more than 5% of the draws were discarded"
     missing = [name for name in FEATURES if not seen[name]]
     assert not missing, f"no run had {missing}"
+
+
+ONCE_FAILED = {
+    "a dtype whose only flats are empty": RunRecipe(
+        ModelRecipe(width=0, parts=(PartRecipe(hidden=4, dtype="bf16"),)),
+        zero=ZeroOptions(stage=3, units=("parts.0",)),
+    ),
+    "frozen and replicated at stage 0": RunRecipe(
+        ModelRecipe(parts=(PartRecipe(hidden=8, frozen="all"),), input_grad=True),
+        world=4,
+        replicate=2,
+    ),
+    "gates that differ by rank beside gathers": RunRecipe(
+        ModelRecipe(
+            parts=(PartRecipe(extras=("gate",)), PartRecipe(extras=("gate",))),
+            calls=(0, 1),
+            input_grad=True,
+        ),
+        zero=ZeroOptions(stage=3, overlap=False),
+        weights=(1.0, 1.0),
+        lasts=(True, True),
+    ),
+    "a recomputation after all gradients that came last time": RunRecipe(
+        ModelRecipe(
+            parts=(PartRecipe(checkpoint="not reentrant", sits_out=0b101_010_101), PartRecipe()),
+            calls=(0, 1),
+        ),
+        zero=ZeroOptions(stage=3, units=("parts.1",)),
+        weights=(1.0, 1.0, 1.0),
+        lasts=(False, True, False),
+    ),
+    "tied to a parameter that stays whole": RunRecipe(
+        ModelRecipe(
+            parts=(
+                PartRecipe(hidden=0, extras=("scalar",)),
+                PartRecipe(hidden=0, extras=("scalar",), tied_to=0),
+            ),
+            calls=(0, 1),
+            input_grad=True,
+        ),
+        zero=ZeroOptions(stage=3),
+    ),
+    "two dtypes on disk in turn": RunRecipe(
+        ModelRecipe(parts=(PartRecipe(dtype="fp32"),), input_grad=True),
+        zero=ZeroOptions(stage=1, bucket_elements=10),
+        offload=OffloadOptions(optimizer="disk", folder=tempfile.gettempdir()),
+    ),
+    "nothing on disk": RunRecipe(
+        ModelRecipe(width=0, parts=(PartRecipe(hidden=0, extras=("empty",)),)),
+        zero=ZeroOptions(stage=2),
+        offload=OffloadOptions(optimizer="disk", folder=tempfile.gettempdir(), fraction=0.5),
+        num_groups=2,
+    ),
+}
+"""Draws that found faults of the engine or of theory, cut down to what is needed."""
+
+
+@pytest.mark.parametrize("name", ONCE_FAILED)
+def test_runs_that_once_failed(ranks: Pools, name: str) -> None:
+    run = ONCE_FAILED[name]
+    check_run(run, ranks(run.world)(train_engine, run))
 
 
 def check_run(run: RunRecipe, stories: list[Story]) -> None:

@@ -1,6 +1,7 @@
 """Models nobody here wrote, at every stage: Hugging Face's, a vision network, compiled blocks."""
 
 import shutil
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from rayzero.engine import ZeroOptions
+from rayzero.engine import ZeroEngine, ZeroOptions
+from rayzero.records import Phase
 from tests.engine.harness import SMALL_SGD, Moment, Script, at_stages, built, plain
 from tests.engine.reference import Net, bit_equal, largest_difference, net_batch
 from tests.ranks import Pools, RankContext
@@ -168,6 +170,46 @@ def test_a_hugging_face_model_that_is_mostly_frozen(ranks: Pools) -> None:
     pytest.importorskip("transformers")
     script = Script(make=adapted, loss=token_loss, optimizer=SMALL_SGD, steps=2)
     assert_weights_like_plain(ranks, script, OPTIONS)
+
+
+class Relay(nn.Module):
+    """A block that hands its second input on, as T5's do with their position bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x).tanh() + bias, bias
+
+
+class Relays(nn.Module):
+    """Relays, and a bias that is computed once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Linear(4, 4)
+        self.relays = nn.ModuleList(Relay() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.bias(x)
+        for relay in self.relays:
+            x, bias = relay(x, bias)
+        return x.square().mean()
+
+
+def backward_gathers(ctx: RankContext) -> Counter[str]:
+    zero = ZeroOptions(stage=3, units=[f"relays.{i}" for i in range(4)])
+    with ZeroEngine(Relays(), optimizer=SMALL_SGD, zero=zero, mesh=ctx.mesh()) as engine:
+        engine.backward(engine(torch.ones(2, 4)))
+        lines = engine.ledger.transfers
+        return Counter(t.unit for t in lines if t.op == "all_gather" and t.phase == Phase.BACKWARD)
+
+
+def test_an_input_that_is_handed_on_does_not_gather_its_unit_again(ranks: Pools) -> None:
+    for gathers in ranks(2)(backward_gathers):
+        assert len(gathers) == 5
+        assert set(gathers.values()) == {1}
 
 
 def with_compiled_blocks(backend: Any) -> nn.Module:
