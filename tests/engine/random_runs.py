@@ -77,6 +77,12 @@ class Story:
     """What was not idle after a backward or a step."""
 
 
+def some_of(names: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:
+    """Draw a subset, by one number."""
+    chosen = st.integers(0, 2 ** len(names) - 1)
+    return chosen.map(lambda bits: tuple(n for i, n in enumerate(names) if bits >> i & 1))
+
+
 @st.composite
 def parts(draw: Any, earlier: tuple[PartRecipe, ...]) -> PartRecipe:
     """Draw a part that may be tied to an earlier one."""
@@ -90,7 +96,7 @@ def parts(draw: Any, earlier: tuple[PartRecipe, ...]) -> PartRecipe:
         dtype=dtype,
         frozen=draw(st.sampled_from(["none", "none", "none", "matrices", "all"])),
         tied_to=tied_to,
-        extras=tuple(e for e in extras if draw(st.sampled_from([False, False, True]))),
+        extras=draw(some_of(extras)),
         checkpoint=draw(st.sampled_from(["none", "none", "reentrant", "not reentrant"])),
         around=draw(st.booleans()),
         sits_out=draw(st.sampled_from([0, 0, 0, 0b1, 0b000_111_000, 0b101_010_101, 0b111_111_111])),
@@ -124,7 +130,7 @@ def models(draw: Any) -> ModelRecipe:
 @st.composite
 def options(draw: Any, unit_names: tuple[str, ...]) -> ZeroOptions:
     """Draw the stage and its sizes."""
-    units = [None, (), tuple(n for n in unit_names if draw(st.booleans()))]
+    units = st.one_of(st.none(), some_of(unit_names))
     return ZeroOptions(
         stage=draw(st.sampled_from([0, 1, 2, 3, 3])),
         bucket_elements=draw(st.sampled_from([1, 10, 64, 10**9])),
@@ -132,7 +138,7 @@ def options(draw: Any, unit_names: tuple[str, ...]) -> ZeroOptions:
         prefetch_elements=draw(st.sampled_from([None, 0, 100, 10**6])),
         persistence_elements=draw(st.sampled_from([0, 0, 5, 20, 10**6])),
         max_live_elements=draw(st.sampled_from([None, None, 200])),
-        units=draw(st.sampled_from(units)),
+        units=draw(units),
     )
 
 
@@ -143,15 +149,14 @@ def runs(draw: Any) -> RunRecipe:
     model = draw(models())
     world = draw(st.integers(1, 4))
     micros = draw(st.integers(1, 3))
-    weights = st.lists(st.sampled_from([1.0, 0.5, 2.0]), min_size=micros, max_size=micros)
     zero = draw(options(model.unit_names))
     return RunRecipe(
         model=model,
         world=world,
         replicate=draw(st.sampled_from([1, 2])) if world % 2 == 0 else 1,
         zero=zero,
-        weights=tuple(draw(weights)),
-        lasts=tuple(draw(st.lists(st.booleans(), min_size=micros, max_size=micros))),
+        weights=draw(st.sampled_from([(1.0, 1.0, 1.0), (1.0, 0.5, 2.0)]))[:micros],
+        lasts=draw(st.tuples(*[st.booleans()] * micros)),
         optimizer=draw(st.sampled_from(sorted(OPTIMIZERS))),
         num_groups=draw(st.integers(1, 3)),
         max_grad_norm=draw(st.sampled_from([None, 0.05, 1e3])),
