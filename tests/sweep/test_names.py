@@ -25,7 +25,7 @@ def test_dp_is_left_out_where_the_ranks_cannot_be_laid_out() -> None:
 @pytest.mark.parametrize(
     ("changes", "suffix"),
     [
-        ({"engine__name": "fsdp2"}, "_fsdp2"),
+        ({"engine__name": "ddp"}, "_ddp"),
         ({"model__name": "124M"}, "_124M"),
         ({"offload__optimizer": "host"}, "_optimizer_host"),
         ({"parallel__replicate": 2}, "_replicate2"),

@@ -13,7 +13,9 @@ from rayzero.models.transformer import Transformer
 from rayzero.theory.shapes import ParamKind, shape_of
 
 FOLDER = Path(__file__).parents[2] / "conf" / "model"
-SIZES = sorted(f.stem for f in FOLDER.glob("*.yaml") if f.stem != "factory")
+OTHERS = {"factory", "hf"}
+"""Options that build somebody else's module."""
+SIZES = sorted(f.stem for f in FOLDER.glob("*.yaml") if f.stem not in OTHERS)
 
 
 def named(size: str) -> ModelConfig:
