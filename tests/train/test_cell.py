@@ -142,3 +142,11 @@ def test_theory_holds_with_parameters_on_the_host(ranks: Pools) -> None:
             offload={"optimizer": optimizer, "params": "host"},
         )
         check_theory([report for report, _ in ranks(2)(run, config)])
+
+
+def test_a_peak_that_torch_cannot_trace_is_left_empty_and_costs_no_cell(ranks: Pools) -> None:
+    for stage in (0, 3):
+        config = config_of(run={"probe": True}, zero={"stage": stage}, data={"micro_batch": 2})
+        reports = [report for report, _ in ranks(2)(run, config)]
+        check_theory(reports)
+        assert {report.peak_bytes for report in reports} == {None}
