@@ -26,6 +26,7 @@ from tests.state.cases import (
     UNTIED,
     Layout,
     differences,
+    plain_engine,
     train,
     transformer_engine,
 )
@@ -167,3 +168,51 @@ def test_an_export_that_is_cut_short_or_points_elsewhere_is_refused(
     index = tmp_path / "e" / INDEX
     index.write_text(json.dumps({"weight_map": {"a": "../../secret"}}))
     assert "files outside its folder" in ranks(2)(refused, tmp_path / "e")[0]
+
+
+def hugging_face_model(tied: bool) -> Any:
+    """Build a small model; skip where transformers is not installed."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra [hf]")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        max_position_embeddings=16,
+        tie_word_embeddings=tied,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def train_hugging_face(ctx: RankContext, tied: bool, source: Path, target: Path) -> Any:
+    """Load their own files, train a step, export; return the weights before and after."""
+    with plain_engine(ctx, Layout(3, 2), hugging_face_model(tied)) as engine:
+        engine.load(source)
+        loaded = engine.full_state_dict(all_ranks=True)
+        tokens = torch.arange(16).view(2, 8)
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+        engine.export(target)
+        return loaded, engine.full_state_dict(all_ranks=True)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_hugging_face_saves_what_we_load_and_loads_what_we_export(
+    ranks: Pools, tmp_path: Path, tied: bool
+) -> None:
+    model = hugging_face_model(tied)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.5)
+    model.save_pretrained(tmp_path / "theirs")
+    results = ranks(2)(train_hugging_face, tied, tmp_path / "theirs", tmp_path / "ours")
+    loaded, trained = results[0]
+    assert not differences(loaded, model.state_dict())
+    model.config.save_pretrained(tmp_path / "ours")
+    again, told = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(told.values()), told
+    assert not differences(trained, again.state_dict())

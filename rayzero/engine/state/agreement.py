@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 
 from rayzero.dist.comm import Communicator
 from rayzero.engine.state.contents import is_first
@@ -48,29 +47,23 @@ def said(comm: Communicator, text: str) -> list[str]:
 
 
 def together(comm: Communicator, call: Callable[[], Result]) -> Result:
-    """Return call(); where it raises on some rank, raise on all."""
+    """Return call(); where it raises on some rank, raise on all ranks an error of one kind."""
     results: list[Result] = []
     error: Exception | None = None
     try:
         results.append(call())
     except Exception as raised:
         error = raised
-    failed = [rank for rank, (flag,) in enumerate(told(comm, error is not None)) if flag]
+    flags = told(comm, error is not None, isinstance(error, DamagedCheckpointError))
+    failed = [rank for rank, (flag, _) in enumerate(flags) if flag]
     if failed:
         texts = said(comm, str(error or ""))
-        raise error or CheckpointError(f"rank {failed[0]}: {texts[failed[0]]}")
+        is_damage = any(damage for _, damage in flags)
+        kind = DamagedCheckpointError if is_damage else CheckpointError
+        if isinstance(error, kind):
+            raise error
+        raise kind(f"rank {failed[0]}: {texts[failed[0]]}") from error
     return results[0]
-
-
-def cause_of(error: CheckpointException, doing: str) -> CheckpointError:
-    """Return what went wrong on the ranks of a torch.distributed.checkpoint call, as ours."""
-    causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-    rank, cause = next(iter(causes.items()))
-    for kind in (DamagedCheckpointError, CheckpointError):
-        for found in causes.values():
-            if isinstance(found, kind):
-                return kind(str(found))
-    return CheckpointError(f"{doing} failed on ranks {sorted(causes)}; on rank {rank}: {cause!r}")
 
 
 def notify(comm: Communicator, text: str) -> None:

@@ -117,7 +117,7 @@ class Checkpoints:
 
     def _manifest(self, index: Index, extra: Any) -> Manifest:
         counters = contents.counters_of(self._parts)
-        steps = [c["step"].value for c in counters.values() if "step" in c]
+        steps = [c.numbers["step"].value for c in counters if "step" in c.numbers]
         step = extra.get("step") if isinstance(extra, Mapping) else None
         return Manifest(
             version=VERSION,
@@ -128,7 +128,7 @@ class Checkpoints:
             optimizer=type(self._parts.optimizer.torch_optimizer).__name__,
             loss_scale=self._loss_scale.numbers(),
             groups=tuple(contents.groups_of(self._parts)),
-            counters=counters,
+            counters=tuple(counters),
             tied=contents.aliases_of(self._parts.module),
             files=tuple(index.sizes.get(rank, 0) for rank in range(world_of(self._comm))),
             tensors=index.tensors,

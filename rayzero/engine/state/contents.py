@@ -40,8 +40,12 @@ class Scalar:
     dtype: str
 
 
-Counters = dict[str, dict[str, Scalar]]
-"""By parameter name, then by key."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """The optimizer's numbers by key, and the names of the parameters that share them."""
+
+    names: tuple[str, ...]
+    numbers: dict[str, Scalar]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,15 +119,16 @@ def aliases_of(module: nn.Module) -> dict[str, str]:
     return {name: first[id(p)] for name, p in named if name != first[id(p)]}
 
 
-def counters_of(parts: Assembly) -> Counters:
+def counters_of(parts: Assembly) -> list[Counters]:
     """Return the optimizer's numbers; the parameters of one flat share theirs."""
-    counters: Counters = {}
+    counters = []
     for flat in parts.trained:
         target = parts.optimizer.target(flat)
         state = parts.optimizer.torch_optimizer.state.get(target, {})
         found = {k: _scalar(v) for k, v in state.items() if not is_moment(v, target)}
         if found:
-            counters |= {slot.spec.name: found for slot in flat.layout.slots}
+            names = tuple(slot.spec.name for slot in flat.layout.slots)
+            counters.append(Counters(names=names, numbers=found))
     return counters
 
 

@@ -11,16 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import load as load_planned
 
 from rayzero.dist.dtypes import name_of
 from rayzero.engine.assembly import Assembly
 from rayzero.engine.disk_states import MASTER
 from rayzero.engine.flats import Flat
 from rayzero.engine.loss_scale import LossScale
-from rayzero.engine.state.agreement import cause_of, notify
+from rayzero.engine.state.agreement import notify, together
 from rayzero.engine.state.contents import (
     MOMENTS,
     WEIGHTS,
@@ -103,16 +101,16 @@ def read_into(parts: Assembly, source: Source, match: Match) -> None:
         if name in match.saved:
             add_whole(targets, key_of(WEIGHTS, match.saved[name]), buffer)
     try:
-        _read(targets, source)
+        _read_together(parts, targets, source)
         for flat in parts.optimizer.staged():
-            _read(_targets(parts, [flat], source, match), source)
+            _read_together(parts, _targets(parts, [flat], source, match), source)
             parts.stage.part(flat).copy_(parts.optimizer.target(flat).data)
-    except CheckpointException as error:
+    except CheckpointError:
         for flat in parts.trained:
             parts.optimizer.target(flat).data.fill_(float("nan"))
             parts.stage.part(flat).fill_(float("nan"))
         _publish(parts)
-        raise cause_of(error, f"loading {source.folder}") from error
+        raise
     for flat in present:
         if flat.layout.trained and parts.optimizer.has_copy(flat):
             parts.stage.part(flat).copy_(parts.optimizer.target(flat).data)
@@ -127,9 +125,10 @@ def restore_settings(parts: Assembly, source: Source, match: Match, loss_scale: 
         parts.optimizer.forget_state()
     if manifest is None or manifest.optimizer != type(optimizer).__name__:
         return
+    counters = manifest.counters_by_name()
     for flat in parts.trained:
         saved = [match.saved.get(slot.spec.name) for slot in flat.layout.slots]
-        known = [manifest.counters[name] for name in saved if name in manifest.counters]
+        known = [counters[name] for name in saved if name in counters]
         target = parts.optimizer.target(flat)
         for key, scalar in (known[0] if known else {}).items():
             optimizer.state[target][key] = _number(parts, flat, scalar)
@@ -200,14 +199,15 @@ def _match_optimizer(parts: Assembly, source: Source, match: Match) -> None:
     for group in groups_of(parts):
         if len({group_of[name] for name in group.names if name in group_of}) > 1:
             match.other.append(f"{_first_of(group.names)} were in several param groups")
+    counters = manifest.counters_by_name()
     for flat in parts.trained:
         names = [s.spec.name for s in flat.layout.slots if s.spec.name in match.saved]
         for key in match.moments:
             match.other += [
                 f"no {key} of {name}" for name in names if _moment(match, source, key, name) is None
             ]
-        saved = [manifest.counters.get(match.saved[name]) for name in names]
-        if any(counters != saved[0] for counters in saved):
+        saved = [counters.get(match.saved[name]) for name in names]
+        if any(numbers != saved[0] for numbers in saved):
             match.other.append(f"{_first_of(names)} were stepped differently often")
 
 
@@ -217,11 +217,15 @@ def _moment(match: Match, source: Source, key: str, name: str) -> str | None:
     return found if found in source.tensors else None
 
 
-def _read(targets: dict[str, Spans], source: Source) -> None:
-    planner = DefaultLoadPlanner(
-        flatten_state_dict=False, flatten_sharded_tensors=False, allow_partial_load=True
-    )
-    load_planned(dict(targets), storage_reader=source.reader, planner=planner)
+def _read_together(parts: Assembly, targets: dict[str, Spans], source: Source) -> None:
+    """Have DCP plan which saved boxes fill this rank's, and read; fail on all ranks or none."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def read() -> None:
+        planner.set_up_planner(dict(targets), source.reader.metadata, is_coordinator=False)
+        source.reader.read(planner.create_local_plan(), planner)
+
+    together(parts.comm, read)
 
 
 def _targets(

@@ -68,12 +68,16 @@ class Manifest:
     """Name of the torch class."""
     loss_scale: dict[str, float]
     groups: tuple[Group, ...]
-    counters: Counters
+    counters: tuple[Counters, ...]
     tied: dict[str, str]
     """Further names of tied parameters, each with the one that is saved."""
     files: tuple[int, ...]
     """Bytes of each rank's packed file."""
     tensors: dict[str, Stored]
+
+    def counters_by_name(self) -> dict[str, dict[str, Scalar]]:
+        """Return the optimizer's numbers of each parameter."""
+        return {name: counters.numbers for counters in self.counters for name in counters.names}
 
     @property
     def world(self) -> int:
@@ -138,10 +142,13 @@ def read_manifest(folder: Path) -> Manifest:
     groups = tuple(
         Group(names=tuple(g["names"]), settings=g["settings"]) for g in plain.pop("groups")
     )
-    counters = {
-        name: {key: Scalar(**scalar) for key, scalar in values.items()}
-        for name, values in plain.pop("counters").items()
-    }
+    counters = tuple(
+        Counters(
+            names=tuple(c["names"]),
+            numbers={key: Scalar(**scalar) for key, scalar in c["numbers"].items()},
+        )
+        for c in plain.pop("counters")
+    )
     files = tuple(plain.pop("files"))
     return Manifest(tensors=tensors, groups=groups, counters=counters, files=files, **plain)
 

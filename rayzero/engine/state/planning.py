@@ -99,9 +99,11 @@ class Planner:
 
 def brought(parts: Assembly, plan: Plan) -> Iterator[torch.Tensor]:
     """Yield the tensors of a plan; those on disk share buffers and are read when asked for."""
+    current: Flat | None = None
     for run in plan.runs:
-        if run.on_disk is not None:
-            parts.optimizer.bring(run.on_disk)
+        if run.on_disk is not None and run.on_disk is not current:
+            current = run.on_disk
+            parts.optimizer.bring(current)
         yield run.tensor
 
 

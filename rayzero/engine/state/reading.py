@@ -8,9 +8,8 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -24,8 +23,6 @@ from torch.distributed.checkpoint.planner import (
     LoadPlanner,
     ReadItem,
 )
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
 from rayzero.engine.state.blocks import BlockReader
 from rayzero.engine.state.manifest import (
@@ -39,46 +36,23 @@ from rayzero.engine.state.manifest import (
 SLAB_BYTES = 16 << 20
 """A reader holds at most this much of a file at a time."""
 
-PathId = str | PathLike[str] | None
+
+class Reader(Protocol):
+    """Named tensors in files."""
+
+    @property
+    def metadata(self) -> Metadata:
+        """What there is, as DCP has it."""
+
+    def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Read what is planned and convert it into the planner's tensors."""
 
 
-class ItemReader(StorageReader):
-    """What our readers have in common: an index from elsewhere, and read_data."""
-
-    def __init__(self, metadata: Metadata) -> None:
-        self._metadata = metadata
-
-    def reset(self, checkpoint_id: PathId = None) -> None:
-        """There is nothing from before."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index."""
-        return self._metadata
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Files are opened when they are read."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Each rank reads what it planned."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Each rank reads what it planned."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: PathId) -> bool:
-        """No id is ever given."""
-        return False
-
-
-class PackedReader(ItemReader):
+class PackedReader:
     """Reads parts of the packed files, each file from front to back and only where it is asked."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        super().__init__(metadata_of(manifest.tensors))
+        self.metadata = metadata_of(manifest.tensors)
         self._folder = folder
         self._tensors = manifest.tensors
         self._chunks = {
@@ -87,8 +61,8 @@ class PackedReader(ItemReader):
             for chunk in stored.chunks
         }
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read and convert into the planner's tensors."""
+    def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Read what is planned, file by file."""
         by_rank: dict[int, list[tuple[Chunk, ReadItem]]] = defaultdict(list)
         for item in plan.items:
             offsets = tuple(item.storage_index.offset or ())
@@ -105,9 +79,6 @@ class PackedReader(ItemReader):
                     target = planner.resolve_tensor(item).detach()
                     region.copy_to(target, list(item.storage_offsets), list(item.lengths))
                     planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
 
 class Region:

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
 
 from rayzero.engine.state.blocks import BlockReader
 from rayzero.engine.state.contents import WEIGHTS, key_of
 from rayzero.engine.state.folders import check, standing
 from rayzero.engine.state.manifest import NAME, Chunk, Manifest, Stored, extra_path, read_sums
-from rayzero.engine.state.reading import ItemReader, PackedReader, metadata_of
+from rayzero.engine.state.reading import PackedReader, Reader, metadata_of
 from rayzero.errors import CheckpointError, DamagedCheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -45,7 +44,7 @@ class Source:
 
     folder: Path
     tensors: dict[str, Stored]
-    reader: ItemReader
+    reader: Reader
     manifest: Manifest | None
     """What stands beside the tensors; None where there are only weights."""
 
@@ -101,7 +100,7 @@ def unpack_extra(raw: bytes) -> Any:
     return torch.load(io.BytesIO(raw), weights_only=True)
 
 
-class SafetensorsReader(ItemReader):
+class SafetensorsReader:
     """Reads parts of tensors in safetensors files, named as the module names them."""
 
     def __init__(self, folder: Path) -> None:
@@ -110,10 +109,10 @@ class SafetensorsReader(ItemReader):
         self._paths: dict[str, Path] = {}
         for path in self._files:
             self._list(path)
-        super().__init__(metadata_of(self.tensors))
+        self.metadata = metadata_of(self.tensors)
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read and convert into the planner's tensors."""
+    def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Read what is planned, file by file."""
         by_path: dict[Path, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             by_path[self._paths[item.storage_index.fqn]].append(item)
@@ -124,9 +123,6 @@ class SafetensorsReader(ItemReader):
                     name = item.storage_index.fqn.removeprefix(f"{WEIGHTS}/")
                     target.copy_(part_of(file, name, item.storage_offsets, item.lengths))
                     planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     def _list(self, path: Path) -> None:
         with open_safetensors(path) as file:
