@@ -18,8 +18,6 @@ from rayzero.records import Held, Holdings, Kind, StepReport
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 GroupsFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], list[dict[str, Any]]]
 
-ALL_AXES = ("replicate", "shard", "tp")
-
 
 class Peer(Protocol):
     """What one peer does in its own way. A window is some micro-batches and one step."""
@@ -134,8 +132,7 @@ class PeerEngine:
     def full_state_dict(self, *, all_ranks: bool = False) -> Mapping[str, torch.Tensor]:
         """Return full weights by name, on rank 0 (else empty) or all."""
         state = self._peer.full_state_dict()
-        is_first = all(self.comm.rank(axis) == 0 for axis in ALL_AXES)
-        return state if all_ranks or is_first else {}
+        return state if all_ranks or self.comm.is_first else {}
 
     def weights_checksum(self) -> str:
         """Return '': peers are held against others by their losses alone."""

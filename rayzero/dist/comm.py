@@ -83,6 +83,11 @@ class Communicator:
         self.device_type = mesh.device_type
 
     @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that speaks for all: the first on every axis."""
+        return all(axis.rank == 0 for axis in self._axes.values())
+
+    @property
     def is_pairwise(self) -> bool:
         """Whether tensors travel by pairwise exchange, which receives into scratch of its own."""
         return any(isinstance(a.transport, Pairwise) for a in self._axes.values())

@@ -96,11 +96,10 @@ class Pairwise:
 
     def all_gather(self, flat: torch.Tensor, label: str) -> Pending:
         """Send the own part to each peer, receive each peer's in place."""
-        parts = flat.chunk(self._size) if flat.numel() else ()
-        tag = self._tag(label)
-        works = [self._receive(parts[peer], peer, tag) for peer in self._peers]
-        works += [self._send(parts[self._rank], peer, tag) for peer in self._peers]
-        return Works(works)
+        parts = flat.chunk(self._size)
+        theirs = [parts[peer] for peer in self._peers]
+        own = [parts[self._rank]] * len(theirs)
+        return Works(self._exchange(own, theirs, self._tag(label)))
 
     def reduce_scatter(
         self, flat: torch.Tensor, label: str, *, scratch: torch.Tensor | None, mean: bool
@@ -110,9 +109,8 @@ class Pairwise:
         if scratch is None:
             scratch = flat.new_empty(self.scratch_elements("reduce_scatter", flat.numel()))
         received = scratch.view(self._size - 1, -1)
-        tag = self._tag(label)
-        works = [self._receive(received[i], p, tag) for i, p in enumerate(self._peers)]
-        works += [self._send(parts[peer], peer, tag) for peer in self._peers]
+        theirs = [parts[peer] for peer in self._peers]
+        works = self._exchange(theirs, received.unbind(), self._tag(label))
         own, divisor = parts[self._rank], self._size if mean else 1
         return Works(works, lambda: sum_in_rank_order(own, received, self._rank, divisor))
 
@@ -132,22 +130,19 @@ class Pairwise:
         tag = self._tag(label)
         divisor = self._size if mean else 1
         if swaps(flat.numel(), ranks=self._size):
-            peer = 1 - self._rank
-            works = [self._receive(scratch, peer, tag), self._send(flat, peer, tag)]
             received = scratch.view(1, -1)
+            works = self._exchange([flat], received.unbind(), tag)
             return Works(works, lambda: combine(flat, received, self._rank, op=op, divisor=divisor))
         spans = [chunk(flat.numel(), ranks=self._size, index=i) for i in range(self._size)]
         parts = [flat[s.start : s.stop] for s in spans]
         own = parts[self._rank]
         received = scratch[: own.numel() * (self._size - 1)].view(self._size - 1, own.numel())
-        works = [self._receive(received[i], p, tag) for i, p in enumerate(self._peers)]
-        works += [self._send(parts[peer], peer, tag) for peer in self._peers]
+        theirs = [parts[peer] for peer in self._peers]
+        works = self._exchange(theirs, received.unbind(), tag)
 
         def gather() -> None:
             combine(own, received, self._rank, op=op, divisor=divisor)
-            seconds = [self._receive(parts[peer], peer, tag + 1) for peer in self._peers]
-            seconds += [self._send(own, peer, tag + 1) for peer in self._peers]
-            Works(seconds).wait()
+            Works(self._exchange([own] * len(theirs), theirs, tag + 1)).wait()
 
         return Works(works, gather)
 
@@ -162,6 +157,14 @@ class Pairwise:
     @property
     def _peers(self) -> list[int]:
         return [r for r in range(self._size) if r != self._rank]
+
+    def _exchange(
+        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], tag: int
+    ) -> list[dist.Work]:
+        """Send each peer its tensor and receive one from it, both in the order of _peers."""
+        pairs = list(zip(self._peers, sent, received, strict=True))
+        works = [self._receive(tensor, peer, tag) for peer, _, tensor in pairs]
+        return works + [self._send(tensor, peer, tag) for peer, tensor, _ in pairs]
 
     def _tag(self, label: str) -> int:
         # See [Note: tags]. Even, so that a second round may use the odd one after it.

@@ -157,14 +157,14 @@ class ZeroEngine:
         window = self._window.settle()
         with self.ledger.during(Phase.CONTROL), torch.no_grad():
             pairs = [(f, self._stage.gradient(f)) for f in self._trained]
-            tensors = whole.full_tensors(pairs, self.comm, keep=all_ranks or self._is_first)
+            tensors = whole.full_tensors(pairs, self.comm, keep=all_ranks or self.comm.is_first)
         divisor = window.weight * self._loss_scale.value
         return {name: tensor / divisor for name, tensor in tensors.items()}
 
     def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
         """Return full weights and buffers by the module's names, on rank 0 (else empty) or all."""
         with self.ledger.during(Phase.CONTROL), torch.no_grad():
-            return whole.full_weights(self._parts, keep=all_ranks or self._is_first)
+            return whole.full_weights(self._parts, keep=all_ranks or self.comm.is_first)
 
     @contextlib.contextmanager
     def gathered(
@@ -262,10 +262,6 @@ class ZeroEngine:
     def unit_uses(self) -> Mapping[str, int]:
         """How many modules use each unit in one forward."""
         return self._parts.unit_uses
-
-    @property
-    def _is_first(self) -> bool:
-        return all(self.comm.rank(axis) == 0 for axis in ("replicate", "shard", "tp"))
 
     def _judge(self, window: Window) -> bool:
         """Whether to apply the step; raise where the policy says so."""

@@ -59,7 +59,6 @@ class Flat:
         ]
         self._views = self.views_of(self.whole)
         self._placeholder = torch.full((), float("nan"), dtype=dtype, device=device)
-        self.is_whole = False
         self.make_whole()
         if sharded:
             self.free()
@@ -82,17 +81,15 @@ class Flat:
         for member, view in zip(self.members, self._views, strict=True):
             member.parameter.__class__ = member.whole_class
             member.parameter.data = view
-        self.is_whole = True
 
     def allocate(self) -> None:
-        """Give `whole` its bytes; at stage 3 copy the own shard into its place."""
+        """Give `whole` its bytes if it has none; what they hold is undefined."""
         storage = self.whole.untyped_storage()
         if storage.nbytes() == 0 and self.layout.padded:
             storage.resize_(self.layout.padded * self.whole.itemsize)
 
     def free(self) -> None:
         """Take the bytes of `whole` away; its parameters refuse to be used until make_whole."""
-        self.is_whole = False
         for member in self.members:
             member.parameter.data = self._placeholder.expand(member.shape)
             member.parameter.__class__ = member.sharded_class

@@ -7,6 +7,7 @@ import torch
 
 from rayzero.engine.assembly import Assembly
 from rayzero.engine.flats import Flat
+from rayzero.engine.optimizer import is_moment
 from rayzero.records import Held, Holdings, Kind, Where
 
 HeldTensor = tuple[Kind, Where, Flat | None, torch.Tensor]
@@ -37,8 +38,7 @@ def _optimizer_tensors(parts: Assembly) -> Iterator[HeldTensor]:
     for flat, tensor in optimizer.masters():
         yield Kind.MASTER, optimizer.where(flat), flat, tensor
     for flat, tensor in optimizer.state():
-        is_moment = tensor.dim() == 1 and tensor.numel() == parts.stage.part(flat).numel()
-        if is_moment:
+        if is_moment(tensor, parts.stage.part(flat)):
             yield Kind.MOMENTS, optimizer.where(flat), flat, tensor
         elif tensor.numel():
             place = Where.DEVICE if optimizer.where(flat) is Where.DEVICE else Where.HOST

@@ -58,30 +58,28 @@ class FlatOptimizer:
 
     def has_copy(self, flat: Flat) -> bool:
         """Whether the optimizer updates a copy of the flat's part."""
-        place = self._offload.optimizer if flat.layout.index in self._away else "none"
-        return flat.dtypes.has_master or place != ("host" if flat.is_on_host else "none")
+        home = "host" if flat.is_on_host else "none"
+        return flat.dtypes.has_master or self._place(flat) != home
 
     def where(self, flat: Flat) -> Where:
         """Return where a flat's master and moments live."""
-        place = self._offload.optimizer if flat.layout.index in self._away else "none"
-        return PLACES[place]
+        return PLACES[self._place(flat)]
 
     def write_master(self, flat: Flat, values: torch.Tensor) -> None:
         """Set a flat's master to values in master precision (1-d, as long as the part)."""
-        if self._disk is not None and flat.layout.index in self._away:
+        if self._disk is not None and self._on_disk(flat):
             self._disk.write_master(flat.layout.index, values)
         else:
             self.target(flat).data.copy_(values)
 
     def adopt_writes(self, flat: Flat) -> None:
         """Bring what was written into a flat's parameters to its master."""
-        position = self._positions[flat.layout.index]
-        if self._disk is None or not self._on_disk(position):
-            self._adopt_writes(position)
+        if not self._on_disk(flat):
+            self._adopt_writes(flat)
             return
-        for index in self._disk.staged():
-            if index == flat.layout.index:
-                self._adopt_writes(position)
+        for staged in self.staged():
+            if staged is flat:
+                self._adopt_writes(flat)
 
     def update(self, gradients: Sequence[torch.Tensor]) -> None:
         """Step on gradients (one per flat, as long as the part), then refresh the parameters.
@@ -89,14 +87,16 @@ class FlatOptimizer:
         Gradients that lie as their targets do are stepped on in one call. The others, and flats on
         disk, are taken one at a time, so that no more than one is ever widened or staged.
         """
-        fits = [_fits(g, t) for g, t in zip(gradients, self._targets, strict=True)]
-        together = [i for i, fit in enumerate(fits) if fit and not self._on_disk(i)]
+        together: list[int] = []
+        alone: list[int] = []
+        for i, (gradient, target) in enumerate(zip(gradients, self._targets, strict=True)):
+            if not self._on_disk(self._flats[i]):
+                (together if _fits(gradient, target) else alone).append(i)
         self._step(together, [gradients[i] for i in together])
-        for i in range(len(fits)):
-            if i not in set(together) and not self._on_disk(i):
-                self._step([i], [gradients[i]])
-        for index in self._disk.staged() if self._disk is not None else ():
-            i = self._positions[index]
+        for i in alone:
+            self._step([i], [gradients[i]])
+        for flat in self.staged():
+            i = self._positions[flat.layout.index]
             self._step([i], [gradients[i]])
 
     def masters(self) -> list[tuple[Flat, torch.Tensor]]:
@@ -117,7 +117,7 @@ class FlatOptimizer:
 
         Of a flat on disk these are buffers that `bring` fills.
         """
-        if self._disk is not None and flat.layout.index in self._away:
+        if self._disk is not None and self._on_disk(flat):
             return self._disk.buffers(flat.layout.index)
         target = self.target(flat)
         state = self.torch_optimizer.state.get(target, {})
@@ -162,7 +162,7 @@ class FlatOptimizer:
         if flat.layout.index not in self._away:
             return nn.Parameter(torch.zeros_like(part, dtype=dtype))
         # On disk it has no elements but while it is staged.
-        elements = 0 if self._offload.optimizer == "disk" else part.numel()
+        elements = 0 if self._on_disk(flat) else part.numel()
         return nn.Parameter(to_host(torch.zeros(elements, dtype=dtype)))
 
     def _make_disk(self, moments: Sequence[str]) -> DiskStates:
@@ -181,8 +181,11 @@ class FlatOptimizer:
         has_values = not any(is_without_values(flat.target) for flat in flats)
         return DiskStates(Shelf(self._offload.folder) if has_values else SizesShelf(), flats)
 
-    def _on_disk(self, position: int) -> bool:
-        return self._disk is not None and self._flats[position].layout.index in self._away
+    def _place(self, flat: Flat) -> str:
+        return self._offload.optimizer if flat.layout.index in self._away else "none"
+
+    def _on_disk(self, flat: Flat) -> bool:
+        return self._place(flat) == "disk"
 
     def _step(self, positions: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         """Update these flats alone, and their parameters from them."""
@@ -190,7 +193,7 @@ class FlatOptimizer:
             return
         for position, gradient in zip(positions, gradients, strict=True):
             if self._flats[position].num_writes != self._num_writes[position]:
-                self._adopt_writes(position)
+                self._adopt_writes(self._flats[position])
             target = self._targets[position]
             target.grad = gradient.to(target.device, target.dtype)
         self._stepping = True
@@ -198,20 +201,20 @@ class FlatOptimizer:
             self.torch_optimizer.step()
         finally:
             self._stepping = False
-            for target in self._targets:
-                target.grad = None
+            for position in positions:
+                self._targets[position].grad = None
         for position in positions:
             flat = self._flats[position]
             if self.has_copy(flat):
                 self._part(flat).copy_(self._targets[position].data, non_blocking=True)
 
-    def _adopt_writes(self, position: int) -> None:
+    def _adopt_writes(self, flat: Flat) -> None:
         # Elements that still are their master's rounding keep the master's precision.
-        flat, master = self._flats[position], self._targets[position].data
+        master = self.target(flat).data
         if self.has_copy(flat):
             part = self._part(flat).to(master.device)
             master.copy_(torch.where(part == master.to(part.dtype), master, part.to(master.dtype)))
-        self._num_writes[position] = flat.num_writes
+        self._num_writes[self._positions[flat.layout.index]] = flat.num_writes
 
     def _refuse_outside_step(self, *_: Any) -> None:
         if not self._stepping:

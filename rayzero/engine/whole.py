@@ -41,6 +41,16 @@ def full_tensors(
     return full
 
 
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the persistent buffers by the name that module.state_dict() gives them."""
+    return {
+        f"{path}.{key}" if path else key: buffer
+        for path, owner in module.named_modules()
+        for key, buffer in owner._buffers.items()
+        if buffer is not None and key not in owner._non_persistent_buffers_set
+    }
+
+
 @contextlib.contextmanager
 def gathered(
     parts: Assembly, parameters: Sequence[nn.Parameter], writer_rank: int | None
@@ -89,11 +99,8 @@ def _by_module_names(
     first = {id(p): name for name, p in module.named_parameters()}
     named = module.named_parameters(remove_duplicate=False)
     state = {name: tensors[first[id(p)]] for name, p in named}
-    for path, owner in module.named_modules():
-        for key, buffer in owner._buffers.items():
-            if buffer is not None and key not in owner._non_persistent_buffers_set:
-                state[f"{path}.{key}" if path else key] = buffer.detach().cpu().clone()
-    return state
+    buffers = buffers_of(module).items()
+    return state | {name: buffer.detach().cpu().clone() for name, buffer in buffers}
 
 
 def _over_tp(block: torch.Tensor, dim: int, comm: Communicator, name: str) -> torch.Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from rayzero.report.style import FORMULA, GRID, INK, QUIET, WRONG, Caption, Frame, frame
+from rayzero.report.style import FORMULA, GRID, QUIET, WRONG, Caption, Frame, frame
 from rayzero.report.units import Unit, common_unit
 
 PAIR_IN = 0.46
@@ -98,12 +98,4 @@ def _draw_legend(canvas: Frame, pairs: Sequence[Pair], legend: Legend) -> None:
     if any(pair.formula_bytes for pair in pairs):
         handles.append(Patch(facecolor=FORMULA, label=legend.formula))
     if handles:
-        canvas.axes.legend(
-            handles=handles,
-            loc="upper left",
-            bbox_to_anchor=(1.01, 1.0),
-            frameon=False,
-            fontsize=9.5,
-            labelcolor=INK,
-            borderaxespad=0.0,
-        )
+        canvas.legend(handles)

@@ -35,15 +35,7 @@ def write_memory_picture(timeline: Sequence[MemoryPoint], path: Path, caption: C
     axes.set_xticks([])
     axes.set_xlabel("visits of units, in order of time", color=QUIET, fontsize=10)
     axes.set_ylabel(unit.name, color=QUIET, fontsize=10)
-    axes.legend(
-        *(list(reversed(part)) for part in axes.get_legend_handles_labels()),
-        loc="upper left",
-        bbox_to_anchor=(1.01, 1.0),
-        frameon=False,
-        fontsize=9.5,
-        labelcolor=INK,
-        borderaxespad=0.0,
-    )
+    canvas.legend(*(list(reversed(part)) for part in axes.get_legend_handles_labels()))
     return replace_file(path, canvas.png())
 
 

@@ -50,13 +50,5 @@ def write_figure_1(bars: Sequence[SchemeBar], path: Path, caption: Caption) -> P
     axes.set_xlim(0, longest * 1.3)
     axes.set_xlabel("GB (1e9 bytes) per device", color=QUIET, fontsize=10)
     handles = [axes.barh(0, 0, color=colour, label=name) for name, colour in COLOURS.items()]
-    axes.legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(1.01, 1.0),
-        frameon=False,
-        fontsize=9.5,
-        labelcolor=INK,
-        borderaxespad=0.0,
-    )
+    canvas.legend(handles)
     return replace_file(path, canvas.png())

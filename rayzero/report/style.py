@@ -2,7 +2,9 @@
 
 import io
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -44,6 +46,20 @@ class Frame:
 
     figure: Figure
     axes: Axes
+
+    def legend(self, handles: Sequence[Any], labels: Sequence[str] | None = None) -> None:
+        """Name the colours beside the plot; labels where the handles carry none."""
+        named: dict[str, Any] = {} if labels is None else {"labels": labels}
+        self.axes.legend(
+            handles=handles,
+            loc="upper left",
+            bbox_to_anchor=(1.01, 1.0),
+            frameon=False,
+            fontsize=9.5,
+            labelcolor=INK,
+            borderaxespad=0.0,
+            **named,
+        )
 
     def png(self) -> bytes:
         """Draw it."""

@@ -182,14 +182,11 @@ class TrainingCheckpoints:
         except CheckpointError as error:
             self._tell(str(error))
             return
-        if self._is_first():
+        if self._engine.comm.is_first:
             prune(Path(folder), self._run.checkpoint_keep)
 
-    def _is_first(self) -> bool:
-        return all(self._engine.comm.rank(axis) == 0 for axis in ("replicate", "shard", "tp"))
-
     def _tell(self, text: str) -> None:
-        if self._is_first():
+        if self._engine.comm.is_first:
             warnings.warn(text, CheckpointNotice, stacklevel=3)
 
 

@@ -7,7 +7,6 @@ from typing import TypeVar
 import torch
 
 from rayzero.dist.comm import Communicator
-from rayzero.engine.state.contents import is_first
 from rayzero.errors import CheckpointError, DamagedCheckpointError
 
 Result = TypeVar("Result")
@@ -68,5 +67,5 @@ def together(comm: Communicator, call: Callable[[], Result]) -> Result:
 
 def notify(comm: Communicator, text: str) -> None:
     """Say something once, on the first rank."""
-    if is_first(comm):
+    if comm.is_first:
         warnings.warn(text, CheckpointNotice, stacklevel=2)

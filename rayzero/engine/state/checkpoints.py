@@ -96,7 +96,7 @@ class Checkpoints:
                 notify(self._comm, str(error))
 
     def _begin(self, path: Path) -> None:
-        if contents.is_first(self._comm):
+        if self._comm.is_first:
             begin(path)
 
     def _write(

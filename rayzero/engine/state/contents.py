@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rayzero.dist.comm import Communicator
 from rayzero.engine.assembly import Assembly
 from rayzero.engine.disk_states import MASTER
 from rayzero.engine.flats import Flat
@@ -102,16 +101,6 @@ def specs_of(parts: Assembly) -> dict[str, ParamSpec]:
     return {slot.spec.name: slot.spec for flat in parts.flats for slot in flat.layout.slots}
 
 
-def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the persistent buffers by the name that module.state_dict() gives them."""
-    return {
-        f"{path}.{key}" if path else key: buffer
-        for path, owner in module.named_modules()
-        for key, buffer in owner._buffers.items()
-        if buffer is not None and key not in owner._non_persistent_buffers_set
-    }
-
-
 def aliases_of(module: nn.Module) -> dict[str, str]:
     """Return the further names of tied parameters, each with the first."""
     first = {id(p): name for name, p in module.named_parameters()}
@@ -141,11 +130,6 @@ def groups_of(parts: Assembly) -> list[Group]:
         Group(names=tuple(sorted(names.get(i, []))), settings=_settings(group))
         for i, group in enumerate(parts.optimizer.torch_optimizer.param_groups)
     ]
-
-
-def is_first(comm: Communicator) -> bool:
-    """Whether this is the rank that speaks for all."""
-    return all(comm.rank(axis) == 0 for axis in ("replicate", "shard", "tp"))
 
 
 def _scalar(value: Any) -> Scalar:

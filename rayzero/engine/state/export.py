@@ -22,7 +22,7 @@ from rayzero.dist.dtypes import BY_NAME
 from rayzero.engine.assembly import Assembly
 from rayzero.engine.flats import Flat
 from rayzero.engine.state.agreement import rank_of, together, world_of
-from rayzero.engine.state.contents import aliases_of, buffers_of, is_first
+from rayzero.engine.state.contents import aliases_of
 from rayzero.engine.state.folders import SAVING, begin, beside, commit
 from rayzero.engine.state.source import (
     INDEX,
@@ -31,7 +31,7 @@ from rayzero.engine.state.source import (
     part_of,
     safetensors_in,
 )
-from rayzero.engine.whole import full_tensors
+from rayzero.engine.whole import buffers_of, full_tensors
 from rayzero.errors import CheckpointError
 from rayzero.layout.boxes import boxes_of, whole_offsets, whole_shape
 from rayzero.layout.spec import ParamSpec, Span
@@ -54,7 +54,7 @@ def write_export(parts: Assembly, folder: Path) -> None:
     comm = parts.comm
 
     def start() -> Path:
-        return begin(folder, INDEX) if is_first(comm) else beside(folder, SAVING)
+        return begin(folder, INDEX) if comm.is_first else beside(folder, SAVING)
 
     temporary = together(comm, start)
     files = plan_files(parts)
@@ -70,7 +70,7 @@ def write_export(parts: Assembly, folder: Path) -> None:
         together(comm, finish)
         together(comm, lambda: _complete(parts, folder, files))
     except CheckpointError:
-        if is_first(comm):
+        if comm.is_first:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
@@ -192,7 +192,7 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 def _complete(parts: Assembly, folder: Path, files: list[ExportFile]) -> None:
     """Write the index and name the folder, on the first rank."""
-    if not is_first(parts.comm):
+    if not parts.comm.is_first:
         return
     index = {
         "metadata": {

@@ -24,7 +24,6 @@ from rayzero.engine.state.contents import (
     WEIGHTS,
     Scalar,
     aliases_of,
-    buffers_of,
     groups_of,
     key_of,
     on_disk,
@@ -34,6 +33,7 @@ from rayzero.engine.state.contents import (
 from rayzero.engine.state.manifest import dtype_named
 from rayzero.engine.state.source import Source
 from rayzero.engine.state.spans import Spans, add_piece, add_whole, pieces_of
+from rayzero.engine.whole import buffers_of
 from rayzero.errors import CheckpointError
 from rayzero.layout.boxes import Sizes, whole_shape
 

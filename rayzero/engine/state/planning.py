@@ -20,15 +20,14 @@ from rayzero.engine.assembly import Assembly
 from rayzero.engine.flats import Flat
 from rayzero.engine.state.contents import (
     WEIGHTS,
-    buffers_of,
     flat_tensors,
-    is_first,
     key_of,
     name_in,
     shard_axis,
     specs_of,
 )
 from rayzero.engine.state.manifest import Chunk, Stored
+from rayzero.engine.whole import buffers_of
 from rayzero.layout.boxes import Sizes, boxes_of, whole_offsets, whole_shape
 from rayzero.layout.spec import FlatLayout, ParamSpec, Span
 from rayzero.records import Where
@@ -92,7 +91,7 @@ class Planner:
                 identity=identity,
                 runs=runs,
                 num_bytes=sum(run.tensor.numel() * run.tensor.itemsize for run in runs),
-                index=index_of(self._parts) if is_first(self._parts.comm) else None,
+                index=index_of(self._parts) if self._parts.comm.is_first else None,
             )
         return self._plan
 
@@ -166,7 +165,7 @@ def _own_runs(parts: Assembly) -> Iterator[Run]:
         is_away = kind != WEIGHTS and parts.optimizer.where(flat) is Where.DISK
         if span.elements:
             yield Run(tensor=own[span.start : span.stop], on_disk=flat if is_away else None)
-    if is_first(comm):
+    if comm.is_first:
         for buffer in buffers_of(parts.module).values():
             yield Run(tensor=buffer.detach(), on_disk=None)
 

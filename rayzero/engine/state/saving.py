@@ -20,7 +20,6 @@ import torch
 from rayzero.dist.comm import Communicator
 from rayzero.engine.state.agreement import rank_of, said, told, world_of
 from rayzero.engine.state.blocks import write_blocks
-from rayzero.engine.state.contents import is_first
 from rayzero.engine.state.folders import SAVING, beside, commit
 from rayzero.engine.state.manifest import (
     Manifest,
@@ -63,7 +62,7 @@ class Save:
         self._staging = staging
         self._comm = comm
         self._rank, self._world = rank_of(comm), world_of(comm)
-        self._is_first = is_first(comm)
+        self._is_first = comm.is_first
         self._error: Exception | None = None
         self._num_bytes = 0
         self._thread: threading.Thread | None = None
