@@ -111,7 +111,7 @@ class RankReport:
     holdings: Holdings
     formula: Holdings
     transfers: tuple[Transfer, ...]
-    """Every transfer of one step in steady state."""
+    """Every transfer of one step in steady state; empty where none was played."""
     formula_transfers: tuple[Transfer, ...]
     peak_bytes: int | None
     """Peak of device memory (on CPU: of tensor storages) in one step; None where not measured."""
@@ -270,7 +270,7 @@ class DryRunReport:
     formula_after_backward: Holdings
     formula_after_step: Holdings
     transfers: tuple[Transfer, ...]
-    """Every transfer of one step in steady state."""
+    """Every transfer of one step in steady state; empty where none was played."""
     formula_transfers: tuple[Transfer, ...]
     timeline: tuple[MemoryPoint, ...]
     """One steady step, visit by visit; empty where it was not traced."""

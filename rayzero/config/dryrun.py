@@ -16,7 +16,15 @@ class DryRunConfig:
     trace: bool = True
     """Follow every tensor through one step: the peak, where it falls, and a picture."""
 
+    steady: bool = True
+    """Play a second step, in steady state, for its transfers; without it only what is held."""
+
     def __post_init__(self) -> None:
+        require(
+            self.steady or not self.trace,
+            "dryrun.trace=true follows the step in steady state, found dryrun.steady=false; "
+            "set dryrun.trace=false too",
+        )
         at_least("dryrun.world", self.world, 1)
         require(
             0 <= self.rank < self.world,

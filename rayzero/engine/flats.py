@@ -65,10 +65,10 @@ class Flat:
 
     def views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Cut a buffer of this flat's length into tensors of the parameters' shapes."""
-        return [
-            buffer[slot.span.start : slot.span.stop].view(slot.spec.shape)
-            for slot in self.layout.slots
-        ]
+        slots = self.layout.slots
+        sizes = [slot.span.elements for slot in slots]
+        parts = buffer[: self.layout.numel].split_with_sizes(sizes)
+        return [part.view(slot.spec.shape) for part, slot in zip(parts, slots, strict=True)]
 
     def own(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a buffer of this flat's length."""

@@ -47,6 +47,8 @@ class Asked:
     micro_steps: int = 1
     checkpointing: str = "none"
     offload: str = "none"
+    steady: bool = False
+    """Whether its transfers are asked for, not only what it holds."""
 
     @property
     def data_ranks(self) -> int:
@@ -69,5 +71,5 @@ class Asked:
                 micro_batch=1,
                 seq_len=SEQ_LEN,
             ),
-            dryrun=DryRunConfig(world=self.world, rank=0, trace=False),
+            dryrun=DryRunConfig(world=self.world, rank=0, trace=False, steady=self.steady),
         )

@@ -4,7 +4,7 @@ Volumes are elements per rank and step over Psi (N-1)/N, so that the papers' 2, 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from rayzero.report.paper_table import PaperRow, PaperTable
@@ -302,9 +302,8 @@ def _tp_answers(evidence: Evidence) -> dict[str, Answer]:
 
 def tp_transfers(evidence: Evidence, checkpointing: str) -> int | None:
     """Return how often a layer's activations are all-reduced in one micro-step."""
-    report = evidence.played(
-        Asked(model=MODEL, world=TP, stage=0, tp=TP, checkpointing=checkpointing)
-    )
+    asked = Asked(model=MODEL, world=TP, stage=0, tp=TP, checkpointing=checkpointing, steady=True)
+    report = evidence.played(asked)
     if report is None:
         return None
     return sums_of(report.num_params, report.after_step, report.transfers).tp_transfers
@@ -312,7 +311,7 @@ def tp_transfers(evidence: Evidence, checkpointing: str) -> int | None:
 
 def _both(evidence: Evidence, asked: Asked) -> tuple[Sums | None, Sums | None]:
     """Return the formula's sums and the dry run's."""
-    report = evidence.played(asked)
+    report = evidence.played(replace(asked, steady=True))
     if report is None:
         return None, None
     formula = sums_of(report.num_params, report.formula_after_step, report.formula_transfers)

@@ -33,8 +33,12 @@ from rayzero.train.timeline import Place, timeline_of
 CPU = torch.device("cpu")
 
 
-def dry_run(config: CellConfig, *, world: int, rank: int, trace: bool) -> DryRunReport:
+def dry_run(
+    config: CellConfig, *, world: int, rank: int, trace: bool, steady: bool = True
+) -> DryRunReport:
     """Play two steps of one rank; the second, in steady state, gives transfers and timeline.
+
+    Without `steady` one micro-batch and its step are played, for what is held alone.
 
     Raise ConfigError, with the module's name, for a model whose forward asks for values.
     """
@@ -47,7 +51,7 @@ def dry_run(config: CellConfig, *, world: int, rank: int, trace: bool) -> DryRun
             engine = build_engine_on(config, comm, initialize=_no_values)
             with engine:
                 return Rehearsal(config, engine, world).report(
-                    rank=rank, trace=trace, started=started
+                    rank=rank, trace=trace, steady=steady, started=started
                 )
 
 
@@ -63,16 +67,17 @@ class Rehearsal:
         self._data = FakeData(config.data, config.model.vocab_size)
         self._trainer = make_trainer(config, engine, self._data, world, CPU)
 
-    def report(self, *, rank: int, trace: bool, started: float) -> DryRunReport:
+    def report(self, *, rank: int, trace: bool, steady: bool, started: float) -> DryRunReport:
         """Play, and lay theory beside what the engine did."""
         config, engine = self._config, self._engine
         after_init = engine.holdings()
         with self._errors_name_the_module():
             after_backward = self._first_window()
-            timeline = self._traced_step() if trace else self._step()
+            timeline = self._traced_step() if trace else self._step() if steady else ()
         question = question_for(config, engine, self._world, rank)
         micro_steps = self._batching.accumulation
         formula = step_transfers(question, backwards=micro_steps, reductions=1)
+        formula += tp_transfers(config, question, micro_steps)
         return DryRunReport(
             rank=rank,
             world=self._world,
@@ -83,8 +88,8 @@ class Rehearsal:
             formula_after_init=holdings_of(question, after_backward=False, after_step=False),
             formula_after_backward=holdings_of(question, after_step=False),
             formula_after_step=holdings_of(question),
-            transfers=engine.ledger.transfers,
-            formula_transfers=formula + tp_transfers(config, question, micro_steps),
+            transfers=engine.ledger.transfers if steady else (),
+            formula_transfers=formula if steady else (),
             timeline=timeline,
             wall_s=time.perf_counter() - started,
         )
