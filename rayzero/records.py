@@ -52,6 +52,18 @@ class Holdings:
         )
 
 
+class Carrier(Enum):
+    """How the tensors of an axis travel.
+
+    native: torch's own collectives (NCCL, or the fake group of a dry run). pairwise: each pair of
+    ranks exchanges over gloo. shared: ranks of one host read each other's memory.
+    """
+
+    NATIVE = "native"
+    PAIRWISE = "pairwise"
+    SHARED = "shared"
+
+
 class Phase(Enum):
     """The part of a step a transfer belongs to."""
 
@@ -122,6 +134,8 @@ class RankReport:
     build_s: float
     weights_checksum: str
     """Of the weights this rank holds whole after the last step (stages 0-2); else empty."""
+    carrier: Carrier = Carrier.NATIVE
+    """How gradients travelled between data ranks."""
     restored_steps: int = 0
     """Of `steps`, the first so many come from a checkpoint and took no time in this run."""
 
@@ -146,6 +160,7 @@ class CellRow:
     accumulation: int | None = None
     global_batch: int | None = None
     seq_len: int | None = None
+    transport: str = ""
     steps: int | None = None
     step_s_median: float | None = None
     step_s_p95: float | None = None

@@ -160,6 +160,7 @@ def _with_theory(row: CellRow, reports: Sequence[RankReport]) -> CellRow:
             for report in reports
         ),
         formula_bytes=max(report.formula.bytes_of() for report in reports),
+        transport=reports[0].carrier.value,
         sent_bytes=max(_sent(report.transfers) for report in reports),
         formula_sent_bytes=max(_sent(report.formula_transfers) for report in reports),
     )

@@ -11,7 +11,6 @@ from torch.distributed.distributed_c10d import Store
 from rayzero.dist.dtypes import name_of
 from rayzero.dist.ledger import Ledger, Line
 from rayzero.dist.transport import (
-    Pairwise,
     Pending,
     Transport,
     TransportFactory,
@@ -20,7 +19,7 @@ from rayzero.dist.transport import (
 from rayzero.dist.watch import Watch
 from rayzero.errors import CollectiveError
 from rayzero.layout import volume
-from rayzero.records import Phase, Transfer
+from rayzero.records import Carrier, Phase, Transfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +86,9 @@ class Communicator:
         """Whether this is the rank that speaks for all: the first on every axis."""
         return all(axis.rank == 0 for axis in self._axes.values())
 
-    @property
-    def is_pairwise(self) -> bool:
-        """Whether tensors travel by pairwise exchange, which receives into scratch of its own."""
-        return any(isinstance(a.transport, Pairwise) for a in self._axes.values())
+    def carrier(self, axis: str) -> Carrier:
+        """How tensors travel on the axis."""
+        return self._axes[axis].transport.carrier
 
     def size(self, axis: str) -> int:
         """Ranks on the axis; 1 where the mesh has no such axis."""
@@ -121,17 +119,29 @@ class Communicator:
         *,
         axis: str,
         unit: str,
+        out: torch.Tensor | None = None,
         scratch: torch.Tensor | None = None,
         mean: bool = False,
     ) -> Handle:
-        """Sum (or average) this rank's part of flat over the axis; other parts become undefined."""
+        """Sum (or average) this rank's part of flat over the axis; other parts become undefined.
+
+        The result is written to out (as long as the part, of its dtype), else over the part.
+        """
         if self.size(axis) == 1 or not flat.numel():
+            if out is not None:
+                out.copy_(flat)
             return self._nothing()
         a = self._axes[axis]
+        elements = flat.numel() // a.size
+        own = flat.narrow(0, a.rank * elements, elements)
         sent = volume.gathered(flat.numel(), ranks=a.size)
         line = self._write("reduce_scatter", a, flat, unit, sent)
         pending = a.transport.reduce_scatter(
-            flat, _label(line.transfer), scratch=scratch, mean=mean
+            flat,
+            _label(line.transfer),
+            out=own if out is None else out,
+            scratch=scratch,
+            mean=mean,
         )
         return self._handle(pending, line)
 
@@ -210,8 +220,10 @@ class Communicator:
         return [float(v) for v in values.reshape(-1).tolist()]
 
     def close(self) -> None:
-        """Stop watching for long waits."""
+        """Stop watching for long waits, and close the transports."""
         self._watch.close()
+        for axis in self._axes.values():
+            axis.transport.close()
 
     def _write(
         self,

@@ -18,7 +18,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from rayzero.layout.volume import chunk, swaps
+from rayzero.layout.volume import chunk, scratch_elements, swaps
+from rayzero.records import Carrier
 
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -34,6 +35,8 @@ class Pending(Protocol):
 class Transport(Protocol):
     """The collectives of one axis. Buffers are 1-d and contiguous; results land in place."""
 
+    carrier: Carrier
+
     def scratch_elements(self, op: str, elements: int) -> int:
         """Elements of receive buffer that a reduce_scatter or all_reduce of `elements` needs."""
 
@@ -41,9 +44,18 @@ class Transport(Protocol):
         """Fill the other ranks' equal parts of flat; this rank's is in place."""
 
     def reduce_scatter(
-        self, flat: torch.Tensor, label: str, *, scratch: torch.Tensor | None, mean: bool
+        self,
+        flat: torch.Tensor,
+        label: str,
+        *,
+        out: torch.Tensor,
+        scratch: torch.Tensor | None,
+        mean: bool,
     ) -> Pending:
-        """Sum (or average) this rank's equal part over ranks; the other parts become undefined."""
+        """Write the sum (or mean) of this rank's equal part over ranks to out; flat is undefined.
+
+        out: as long as the part and of its dtype, such as the part itself.
+        """
 
     def all_reduce(
         self,
@@ -58,6 +70,9 @@ class Transport(Protocol):
 
     def broadcast(self, tensor: torch.Tensor, label: str) -> Pending:
         """Copy rank 0's values to all."""
+
+    def close(self) -> None:
+        """Give back what it holds besides the process group."""
 
 
 TransportFactory = Callable[[dist.ProcessGroup, str], Transport]
@@ -82,6 +97,8 @@ class Works:
 class Pairwise:
     """Each pair of ranks exchanges directly; sums go in rank order. See [Note: why pairwise]."""
 
+    carrier = Carrier.PAIRWISE
+
     def __init__(self, group: dist.ProcessGroup, *, rank: int, size: int) -> None:
         self._group = group
         self._rank = rank
@@ -90,9 +107,7 @@ class Pairwise:
 
     def scratch_elements(self, op: str, elements: int) -> int:
         """One part from each peer; where two ranks swap, the peer's whole buffer."""
-        if op == "all_reduce" and swaps(elements, ranks=self._size):
-            return elements
-        return -(-elements // self._size) * (self._size - 1)
+        return scratch_elements(self.carrier, op, elements, ranks=self._size)
 
     def all_gather(self, flat: torch.Tensor, label: str) -> Pending:
         """Send the own part to each peer, receive each peer's in place."""
@@ -102,7 +117,13 @@ class Pairwise:
         return Works(self._exchange(own, theirs, self._tag(label)))
 
     def reduce_scatter(
-        self, flat: torch.Tensor, label: str, *, scratch: torch.Tensor | None, mean: bool
+        self,
+        flat: torch.Tensor,
+        label: str,
+        *,
+        out: torch.Tensor,
+        scratch: torch.Tensor | None,
+        mean: bool,
     ) -> Pending:
         """Send each peer its part, then sum the own part's copies in rank order."""
         parts = flat.chunk(self._size)
@@ -111,8 +132,8 @@ class Pairwise:
         received = scratch.view(self._size - 1, -1)
         theirs = [parts[peer] for peer in self._peers]
         works = self._exchange(theirs, received.unbind(), self._tag(label))
-        own, divisor = parts[self._rank], self._size if mean else 1
-        return Works(works, lambda: sum_in_rank_order(own, received, self._rank, divisor))
+        terms, divisor = Terms(parts[self._rank], received, self._rank), self._size if mean else 1
+        return Works(works, lambda: terms.sum(out, divisor))
 
     def all_reduce(
         self,
@@ -132,7 +153,8 @@ class Pairwise:
         if swaps(flat.numel(), ranks=self._size):
             received = scratch.view(1, -1)
             works = self._exchange([flat], received.unbind(), tag)
-            return Works(works, lambda: combine(flat, received, self._rank, op=op, divisor=divisor))
+            terms = Terms(flat, received, self._rank)
+            return Works(works, lambda: terms.combine(flat, op=op, divisor=divisor))
         spans = [chunk(flat.numel(), ranks=self._size, index=i) for i in range(self._size)]
         parts = [flat[s.start : s.stop] for s in spans]
         own = parts[self._rank]
@@ -141,7 +163,7 @@ class Pairwise:
         works = self._exchange(theirs, received.unbind(), tag)
 
         def gather() -> None:
-            combine(own, received, self._rank, op=op, divisor=divisor)
+            Terms(own, received, self._rank).combine(own, op=op, divisor=divisor)
             Works(self._exchange([own] * len(theirs), theirs, tag + 1)).wait()
 
         return Works(works, gather)
@@ -153,6 +175,9 @@ class Pairwise:
         if self._rank:
             return Works([self._receive(flat, 0, tag)])
         return Works([self._send(flat, peer, tag) for peer in self._peers])
+
+    def close(self) -> None:
+        """The group belongs to others."""
 
     @property
     def _peers(self) -> list[int]:
@@ -182,43 +207,48 @@ class Pairwise:
         return work
 
 
-def combine(own: torch.Tensor, received: torch.Tensor, rank: int, *, op: str, divisor: int) -> None:
-    """Reduce the peers' rows of `received` into own, by sum in rank order or by maximum."""
-    if op == "max":
-        for row in received:
-            torch.maximum(own, row, out=own)
-    else:
-        sum_in_rank_order(own, received, rank, divisor)
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What every rank has of one part: `own` is this rank's, `received` has the others' as rows."""
 
+    own: torch.Tensor
+    received: torch.Tensor
+    rank: int
 
-def sum_in_rank_order(own: torch.Tensor, received: torch.Tensor, rank: int, divisor: int) -> None:
-    """Set own to ((t0 + t1) + t2 ...) / divisor; own is term `rank`, received has the others.
+    def combine(self, out: torch.Tensor, *, op: str, divisor: int) -> None:
+        """Write the maximum, or the sum in rank order, to out; received becomes undefined."""
+        if op == "sum":
+            self.sum(out, divisor)
+            return
+        torch.maximum(self.own, self.received[0], out=out)
+        for row in self.received[1:]:
+            torch.maximum(out, row, out=out)
 
-    16-bit terms are added in fp32 and rounded once.
-    """
-    if own.itemsize == 2:
-        wide = own.float()
-        sum_in_rank_order(wide, received.float(), rank, divisor)
-        own.copy_(wide)
-        return
-    # a + b is b + a bit for bit, so own may be either of the first two terms.
-    if rank <= 1:
-        own.add_(received[0])
-        rest = received[1:]
-    else:
-        head = received[0]
-        for row in received[1:rank]:
+    def sum(self, out: torch.Tensor, divisor: int) -> None:
+        """Write ((t0 + t1) + t2 ...) / divisor to out; received becomes undefined.
+
+        16-bit terms are added in fp32 and rounded once.
+        """
+        if self.own.itemsize == 2:
+            wide = self.own.float()
+            Terms(wide, self.received.float(), self.rank).sum(wide, divisor)
+            out.copy_(wide)
+            return
+        # a + b is b + a bit for bit, so own may be either of the first two terms.
+        head, num_summed = self.received[0], max(1, self.rank)
+        for row in self.received[1:num_summed]:
             head.add_(row)
-        own.add_(head)
-        rest = received[rank:]
-    for row in rest:
-        own.add_(row)
-    if divisor != 1:
-        own.div_(divisor)
+        torch.add(self.own, head, out=out)
+        for row in self.received[num_summed:]:
+            out.add_(row)
+        if divisor != 1:
+            out.div_(divisor)
 
 
 class Native:
     """torch's own collectives: NCCL, and the fake group of a dry run."""
+
+    carrier = Carrier.NATIVE
 
     def __init__(self, group: dist.ProcessGroup, *, rank: int, size: int) -> None:
         self._group = group
@@ -235,12 +265,17 @@ class Native:
         return Works([_ALL_GATHER(flat, own, group=self._group, async_op=True)])
 
     def reduce_scatter(
-        self, flat: torch.Tensor, label: str, *, scratch: torch.Tensor | None, mean: bool
+        self,
+        flat: torch.Tensor,
+        label: str,
+        *,
+        out: torch.Tensor,
+        scratch: torch.Tensor | None,
+        mean: bool,
     ) -> Pending:
-        """Reduce in place."""
-        own = self._own(flat)
+        """Reduce into out."""
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-        return Works([_REDUCE_SCATTER(own, flat, op=op, group=self._group, async_op=True)])
+        return Works([_REDUCE_SCATTER(out, flat, op=op, group=self._group, async_op=True)])
 
     def all_reduce(
         self,
@@ -259,6 +294,9 @@ class Native:
     def broadcast(self, tensor: torch.Tensor, label: str) -> Pending:
         """Copy rank 0's values to all."""
         return Works([dist.broadcast(tensor, group_src=0, group=self._group, async_op=True)])
+
+    def close(self) -> None:
+        """The group belongs to others."""
 
     def _own(self, flat: torch.Tensor) -> torch.Tensor:
         """Cut this rank's part alone: views for all of 1,024 ranks take longer than the rest."""

@@ -27,7 +27,7 @@ from rayzero.engine.values import Initializer
 from rayzero.engine.window import OpenWindow
 from rayzero.errors import ConfigError, EngineError, NonFiniteGradientError
 from rayzero.layout.spec import FlatLayout, TpShard
-from rayzero.records import Holdings, Kind, Phase, StepReport, Where
+from rayzero.records import Carrier, Holdings, Kind, Phase, StepReport, Where
 
 NONFINITE_POLICIES = ("raise", "skip", "ignore")
 
@@ -128,7 +128,7 @@ class ZeroEngine:
             applied = self._judge(window)
             clip = clip_factor(window.grad_norm, self._max_grad_norm)
             if applied:
-                self._scale(clip, window.weight * scale)
+                self._scale(clip, window, scale)
                 self._parts.optimizer.update([self._stage.gradient(f) for f in self._trained])
                 self._stage.publish()
         report = StepReport(
@@ -259,6 +259,11 @@ class ZeroEngine:
         return self.comm.rank(data_axis(self.zero.stage, self.comm))
 
     @property
+    def carrier(self) -> Carrier:
+        """How gradients travel between data ranks."""
+        return self.comm.carrier(data_axis(self.zero.stage, self.comm))
+
+    @property
     def unit_uses(self) -> Mapping[str, int]:
         """How many modules use each unit in one forward."""
         return self._parts.unit_uses
@@ -279,8 +284,10 @@ class ZeroEngine:
             "Set engine.on_nonfinite=skip to skip such steps on all ranks"
         )
 
-    def _scale(self, clip: torch.Tensor, weight: float) -> None:
-        if self._max_grad_norm is None and weight == 1.0:
+    def _scale(self, clip: torch.Tensor, window: Window, loss_scale: float) -> None:
+        weight = window.weight * loss_scale
+        clips = self._max_grad_norm is not None and not window.norm <= self._max_grad_norm
+        if weight == 1.0 and not clips:
             return
         for flat in self._trained:
             gradient = self._stage.gradient(flat)

@@ -156,7 +156,20 @@ class ShardGradients:
         buffer = self._wire.buffer(flat)
         copy_gradients(flat.take_gradients(), flat.views_of(buffer))
         buffer[flat.layout.numel :].zero_()
-        self._wire.reduce(flat, buffer, lambda: self._add(flat, flat.own(buffer)))
+        total, is_first = self._sum_of(flat), flat.layout.index not in self._filled
+        self._filled.add(flat.layout.index)
+        if is_first and total.dtype is buffer.dtype and total.device == buffer.device:
+            self._wire.reduce(flat, buffer, lambda: None, out=total)
+            return
+
+        def add() -> None:
+            reduced = flat.own(buffer)
+            if is_first:
+                total.copy_(reduced, non_blocking=True)
+            else:
+                total.add_(reduced.to(total.device))
+
+        self._wire.reduce(flat, buffer, add)
 
     def finish(self) -> bool:
         """Wait for the reductions under way; return whether any came since the last finish."""
@@ -192,14 +205,6 @@ class ShardGradients:
             for flat in self._flats
             if flat.layout.index in self._sums
         ]
-
-    def _add(self, flat: Flat, reduced: torch.Tensor) -> None:
-        total = self._sum_of(flat)
-        if flat.layout.index in self._filled:
-            total.add_(reduced.to(total.device))
-        else:
-            total.copy_(reduced, non_blocking=True)
-            self._filled.add(flat.layout.index)
 
     def _sum_of(self, flat: Flat) -> torch.Tensor:
         index = flat.layout.index

@@ -24,6 +24,8 @@ class Window:
     """
 
     grad_norm: torch.Tensor
+    norm: float
+    """Its value on the host."""
     weight: float
     finite: bool
     late: bool
@@ -99,6 +101,7 @@ def agree(
     return Window(
         grad_norm=norm,
         weight=sum(row[0] for row in table) / ranks,
+        norm=known[-1],
         finite=math.isfinite(known[-1]),
         late=not comm.is_fake and any(row[3] for row in table),
     )

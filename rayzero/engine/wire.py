@@ -59,8 +59,15 @@ class Wire:
         self._make_room()
         return self._slot().buffer[flat.dtypes.reduce][: flat.layout.padded]
 
-    def reduce(self, flat: Flat, buffer: torch.Tensor, then: Callable[[], None]) -> None:
-        """Start reducing buffer in place; `then` runs when the result has come."""
+    def reduce(
+        self,
+        flat: Flat,
+        buffer: torch.Tensor,
+        then: Callable[[], None],
+        *,
+        out: torch.Tensor | None = None,
+    ) -> None:
+        """Start reducing buffer in place, or to out; `then` runs when the result has come."""
         self._make_room()
         scratch = self._slot().scratch.get(flat.dtypes.reduce)
         needed = self._comm.scratch_elements(self._op, self._axis, buffer.numel())
@@ -71,7 +78,7 @@ class Wire:
             )
         else:
             handle = self._comm.reduce_scatter(
-                buffer, axis=self._axis, unit=flat.layout.name, scratch=scratch, mean=True
+                buffer, axis=self._axis, unit=flat.layout.name, out=out, scratch=scratch, mean=True
             )
         self._next += 1
         self._under_way.append((handle, then))

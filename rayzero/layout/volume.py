@@ -1,14 +1,31 @@
 """Elements one rank sends in a collective; what the paper counts as (N-1)/N of the buffer."""
 
 from rayzero.layout.spec import Span
+from rayzero.records import Carrier
 
 SWAP_ELEMENTS = 1 << 20
 """Two ranks all-reduce up to this size by swapping whole buffers: the same bytes in one round."""
+PIECE_ELEMENTS = 1 << 16
+"""Sums over shared memory go in pieces of this length, which stay in a core's cache."""
 
 
 def swaps(elements: int, *, ranks: int) -> bool:
     """Whether a pairwise all-reduce swaps whole buffers, at twice the scratch."""
     return ranks == 2 and elements <= SWAP_ELEMENTS
+
+
+def scratch_elements(carrier: Carrier, op: str, elements: int, *, ranks: int) -> int:
+    """Elements of receive buffer that a reduce_scatter or all_reduce of `elements` needs.
+
+    Pairwise: a part from each peer or, where two ranks swap, the peer's whole buffer. Shared: a
+    piece from each peer. Native collectives receive into buffers of their own.
+    """
+    part = -(-elements // ranks)
+    if ranks == 1 or carrier is Carrier.NATIVE:
+        return 0
+    if carrier is Carrier.SHARED:
+        return min(part, PIECE_ELEMENTS) * (ranks - 1)
+    return elements if op == "all_reduce" and swaps(elements, ranks=ranks) else part * (ranks - 1)
 
 
 def chunk(elements: int, *, ranks: int, index: int) -> Span:

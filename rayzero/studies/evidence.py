@@ -9,7 +9,16 @@ from dataclasses import dataclass, field, replace
 from rayzero.config.cell import CellConfig
 from rayzero.config.run import RunConfig
 from rayzero.errors import RayzeroError
-from rayzero.records import DryRunReport, Holdings, Phase, RankReport, Status, Transfer, Where
+from rayzero.records import (
+    Carrier,
+    DryRunReport,
+    Holdings,
+    Phase,
+    RankReport,
+    Status,
+    Transfer,
+    Where,
+)
 from rayzero.run import CellRunner, rehearse
 from rayzero.studies.asked import Asked
 from rayzero.theory.memory import STATES
@@ -113,7 +122,9 @@ def sums_of(num_params: int, holdings: Holdings, transfers: tuple[Transfer, ...]
 
 def padding_elements(asked: Asked) -> int:
     """Return the elements that alignment adds to all flats together, by the layout alone."""
-    question = question_of(asked.config(CellConfig()), world=asked.world, rank=0, pairwise=False)
+    question = question_of(
+        asked.config(CellConfig()), world=asked.world, rank=0, carrier=Carrier.NATIVE
+    )
     return sum(flat.padded - flat.numel for flat in question.layouts)
 
 

@@ -11,8 +11,8 @@ from rayzero.config.cell import CellConfig
 from rayzero.config.zero import Place
 from rayzero.layout.dtypes import ITEMSIZE
 from rayzero.layout.spec import FlatLayout
-from rayzero.layout.volume import swaps
-from rayzero.records import Held, Holdings, Kind, Where
+from rayzero.layout.volume import scratch_elements
+from rayzero.records import Carrier, Held, Holdings, Kind, Where
 from rayzero.theory.question import COUNTER_BYTES, Question, question_of
 
 STATES = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.MASTER, Kind.MOMENTS)
@@ -65,14 +65,14 @@ def bucket_bytes(question: Question) -> int:
     return slots * sum(n * ITEMSIZE[k] for sizes in (buffer, scratch) for k, n in sizes.items())
 
 
-def cell_holdings(config: CellConfig, world: int, *, rank: int, pairwise: bool) -> Holdings:
+def cell_holdings(config: CellConfig, world: int, *, rank: int, carrier: Carrier) -> Holdings:
     """Return what a rank of a cell with our transformer holds between steps."""
-    return holdings_of(question_of(config, world=world, rank=rank, pairwise=pairwise))
+    return holdings_of(question_of(config, world=world, rank=rank, carrier=carrier))
 
 
 def cell_state_bytes(config: CellConfig, world: int) -> int:
     """Return the bytes of model states on rank 0: the least that a cell needs per rank."""
-    return cell_holdings(config, world, rank=0, pairwise=False).bytes_of(*STATES)
+    return cell_holdings(config, world, rank=0, carrier=Carrier.NATIVE).bytes_of(*STATES)
 
 
 def _parameters(question: Question) -> Iterator[Held]:
@@ -132,9 +132,5 @@ def _merged(lines: Iterable[Held]) -> Holdings:
 
 
 def _scratch(question: Question, flat: FlatLayout) -> int:
-    ranks = question.shards
-    if ranks == 1 or not question.pairwise:
-        return 0
-    if question.stage == 0 and swaps(flat.padded, ranks=ranks):
-        return flat.padded
-    return flat.padded // ranks * (ranks - 1)
+    op = "all_reduce" if question.stage == 0 else "reduce_scatter"
+    return scratch_elements(question.carrier, op, flat.padded, ranks=question.shards)

@@ -9,7 +9,7 @@ from rayzero.config.zero import OffloadConfig, Place
 from rayzero.layout.dtypes import FlatDtypes, dtypes_of
 from rayzero.layout.plan import offloaded, plan_buckets, plan_units
 from rayzero.layout.spec import FlatLayout, ParamSpec, TpShard
-from rayzero.records import Where
+from rayzero.records import Carrier, Where
 from rayzero.theory.shapes import ModelShape, shape_of
 
 PLACES = {Place.NONE: Where.DEVICE, Place.HOST: Where.HOST, Place.DISK: Where.DISK}
@@ -36,7 +36,7 @@ def optimizer_shape(config: OptimizerConfig) -> OptimizerShape:
 class Question:
     """One rank: its flats, and how the engine treats them.
 
-    pairwise: gradients travel by pairwise exchange (gloo), which receives into scratch of its own.
+    carrier: how gradients travel, which decides the scratch that they are received into.
     uses: how many modules use each unit in one forward; a unit that is left out has one.
     """
 
@@ -51,7 +51,7 @@ class Question:
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     optimizer: OptimizerShape = OptimizerShape(moments=2, counters=1)
     overlap: bool = True
-    pairwise: bool = True
+    carrier: Carrier = Carrier.PAIRWISE
     buffers_bytes: int = 0
     uses: tuple[tuple[str, int], ...] = ()
 
@@ -105,7 +105,7 @@ def question_of(
     *,
     world: int,
     rank: int,
-    pairwise: bool,
+    carrier: Carrier,
     buffers_bytes: int = 0,
 ) -> Question:
     """Ask about one rank of a cell that trains our transformer."""
@@ -131,7 +131,7 @@ def question_of(
         offload=config.offload,
         optimizer=optimizer_shape(config.optimizer),
         overlap=config.zero.overlap,
-        pairwise=pairwise,
+        carrier=carrier,
         buffers_bytes=buffers_bytes,
         uses=(("tokens", 2),) if config.model.tied_output else (),
     )

@@ -9,12 +9,15 @@ import torch
 from torch import nn
 
 from rayzero.config.cell import CellConfig
+from rayzero.config.cluster import Transport
 from rayzero.config.engine import EngineName
 from rayzero.config.optimizer import OptimizerConfig, OptimizerKind, Schedule
 from rayzero.config.parallel import Grid
 from rayzero.dist.comm import Communicator
 from rayzero.dist.mesh import build_mesh
 from rayzero.dist.process import current_store
+from rayzero.dist.shared import SharedTransports
+from rayzero.dist.transport import TransportFactory, transport_for
 from rayzero.engine import OffloadOptions, PrecisionOptions, ZeroEngine, ZeroOptions
 from rayzero.engine.values import Initializer
 from rayzero.errors import ConfigError, NotBuiltYetError
@@ -36,10 +39,22 @@ class Model:
     initialize: Initializer | None
 
 
-def build_communicator(grid: Grid, device: torch.device) -> Communicator:
+def build_communicator(
+    grid: Grid, device: torch.device, *, transport: TransportFactory = transport_for
+) -> Communicator:
     """Lay the process group's ranks out as the grid says."""
     mesh = build_mesh(device.type, replicate=grid.replicate, shard=grid.shard, tp=grid.tp)
-    return Communicator(mesh, store=current_store())
+    return Communicator(mesh, store=current_store(), transport=transport)
+
+
+def chosen_transport(config: CellConfig, device: torch.device) -> TransportFactory:
+    """Return what makes the transports that cluster.transport asks for."""
+    asked = config.cluster.transport
+    if device.type != "cpu" or asked is Transport.PAIRWISE:
+        return transport_for
+    return SharedTransports(
+        timeout_s=config.run.cell_timeout_s, is_required=asked is Transport.SHARED
+    )
 
 
 def build_engine_on(

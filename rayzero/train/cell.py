@@ -12,9 +12,9 @@ from rayzero.config.zero import Place
 from rayzero.dist.process import Seat, return_freed_pages
 from rayzero.engine import ZeroEngine
 from rayzero.errors import DataError
-from rayzero.records import Phase, Progress, RankReport, StepSample, Transfer
+from rayzero.records import Carrier, Phase, Progress, RankReport, StepSample, Transfer
 from rayzero.train import probe
-from rayzero.train.build import build_communicator, build_schedule
+from rayzero.train.build import build_communicator, build_schedule, chosen_transport
 from rayzero.train.checkpoints import TrainingCheckpoints, total_steps
 from rayzero.train.data import Data, load_data
 from rayzero.train.engines import AnyEngine, BuildEngine, build_any_engine, formula_for
@@ -46,7 +46,9 @@ def run_rank(
     seat = member.seat
     device = torch.device(seat.device)
     data = load_data(config.data, vocab_size=config.model.vocab_size)
-    comm = build_communicator(config.grid(seat.world), device)
+    comm = build_communicator(
+        config.grid(seat.world), device, transport=chosen_transport(config, device)
+    )
     with build(config, comm, device) as engine:
         check_same_data(engine, data)
         trainer = make_trainer(config, engine, data, seat.world, device)
@@ -164,6 +166,7 @@ def _report(
         data_fingerprint=data.fingerprint,
         build_s=build_s,
         weights_checksum=engine.weights_checksum(),
+        carrier=engine.carrier if isinstance(engine, ZeroEngine) else Carrier.NATIVE,
     )
 
 

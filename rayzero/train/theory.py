@@ -18,7 +18,7 @@ def question_for(config: CellConfig, engine: ZeroEngine, world: int, rank: int) 
             config,
             world=world,
             rank=rank,
-            pairwise=engine.comm.is_pairwise,
+            carrier=engine.carrier,
             buffers_bytes=buffers_bytes,
         )
     return Question(
@@ -31,7 +31,7 @@ def question_for(config: CellConfig, engine: ZeroEngine, world: int, rank: int) 
         offload=config.offload,
         optimizer=optimizer_shape(config.optimizer),
         overlap=config.zero.overlap,
-        pairwise=engine.comm.is_pairwise,
+        carrier=engine.carrier,
         buffers_bytes=buffers_bytes,
         uses=tuple(_uses(engine.unit_uses).items()),
     )

@@ -13,6 +13,7 @@ from rayzero.dist.fake import (
     without_values,
 )
 from rayzero.dist.mesh import build_mesh
+from rayzero.records import Carrier
 
 SEEN_WITH = ("2.11", "2.12", "2.13", "2.14")
 """Versions of torch whose private names dist/fake.py uses."""
@@ -28,7 +29,7 @@ def test_a_fake_rank_knows_its_place_and_its_collectives_return_at_once() -> Non
         comm = Communicator(build_mesh("cpu", replicate=2, shard=128, tp=4))
         assert [comm.rank(axis) for axis in ("replicate", "shard", "tp")] == [0, 19, 1]
         assert comm.is_fake
-        assert not comm.is_pairwise
+        assert comm.carrier("shard") is Carrier.NATIVE
         with without_values():
             flat = torch.zeros(128 * 10**9)
             comm.all_gather(flat, axis="shard", unit="all").wait()

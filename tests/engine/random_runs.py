@@ -291,7 +291,7 @@ def question_of(engine: ZeroEngine, run: RunRecipe) -> Question:
             fraction=run.offload.fraction,
         ),
         overlap=run.zero.overlap,
-        pairwise=engine.comm.is_pairwise,
+        carrier=engine.carrier,
         buffers_bytes=sum(b.numel() * b.itemsize for b in engine.module.buffers()),
         uses=tuple(engine.unit_uses.items()),
     )

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from rayzero.config.build import build
-from rayzero.records import Kind, Phase
+from rayzero.records import Carrier, Kind, Phase
 from rayzero.theory.memory import STATES, holdings_of
 from rayzero.theory.paper import (
     CONVENTIONS,
@@ -23,7 +23,7 @@ PAPER = {"params": "bf16", "reduce": "bf16", "accumulate": "bf16"}
 @pytest.mark.parametrize("stage", range(4))
 def test_states_flat_by_flat_are_the_closed_form_plus_padding(stage: int) -> None:
     config = build({"zero": {"stage": stage}, "precision": PAPER, "data": {"global_batch": 64}})
-    question = question_of(config, world=64, rank=63, pairwise=False)
+    question = question_of(config, world=64, rank=63, carrier=Carrier.NATIVE)
     states = [e for e in holdings_of(question).entries if e.kind in STATES]
     num_bytes = sum(e.num_bytes for e in states)
     psi = sum(flat.numel for flat in question.layouts)
@@ -40,7 +40,7 @@ def test_the_papers_volumes_are_the_special_case_without_ties(stage: int, micro_
     config = build(
         {"zero": {"stage": stage}, "model": {"tied_output": False}, "data": {"global_batch": 64}}
     )
-    question = question_of(config, world=64, rank=5, pairwise=False)
+    question = question_of(config, world=64, rank=5, carrier=Carrier.NATIVE)
     padded = sum(flat.padded for flat in question.layouts)
     elements = sum(
         t.elements * (2 if t.op == "all_reduce" else 1)
