@@ -8,7 +8,7 @@ from rayzero.config.cluster import ClusterConfig
 from rayzero.config.data import Batching, DataConfig, batching_of
 from rayzero.config.dryrun import DryRunConfig
 from rayzero.config.engine import EngineConfig, EngineName
-from rayzero.config.model import ModelConfig
+from rayzero.config.model import ModelConfig, check_kv_heads
 from rayzero.config.optimizer import OptimizerConfig
 from rayzero.config.parallel import Grid, ParallelConfig, grid_of
 from rayzero.config.peers import check_peer, check_peer_precision
@@ -70,8 +70,6 @@ class CellConfig(CellGroups):
         tp, model = self.parallel.tp, self.model
         for key, number in (
             ("num_heads", model.num_heads),
-            ("num_kv_heads", model.kv_heads),
-            ("vocab_size", model.vocab_size),
             ("ffn_hidden", model.ffn),
         ):
             fit(
@@ -79,6 +77,13 @@ class CellConfig(CellGroups):
                 f"parallel.tp={tp} does not divide model.{key}={number}; "
                 f"allowed here: {', '.join(map(str, divisors(number)))}",
             )
+        check_kv_heads(model, tp)
+        seq_len = self.data.seq_len
+        fit(
+            not self.parallel.sequence or seq_len % tp == 0,
+            f"parallel.sequence=true: parallel.tp={tp} does not divide data.seq_len={seq_len}; "
+            f"allowed here: {', '.join(map(str, divisors(seq_len)))}",
+        )
         fit(
             self.data.seq_len <= model.max_seq_len,
             f"data.seq_len={self.data.seq_len} is above model.max_seq_len={model.max_seq_len}; "

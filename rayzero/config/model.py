@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from rayzero.config.checks import at_least, divisors, require
+from rayzero.config.checks import at_least, divisors, fit, require
 from rayzero.errors import ConfigError
 
 
@@ -46,6 +46,13 @@ class ModelConfig:
     """Longest sequence the position table holds."""
     tied_output: bool = True
     """The output layer uses the token embedding's weight."""
+    fused_qkv: bool = False
+    """One linear for queries, keys and values; its rows go by key/value head: its queries, k, v."""
+    dropout: float = 0.0
+    """Probability that training zeroes an element: of embeddings, attention and updates (all three
+    of GPT-2's)."""
+    label_smoothing: float = 0.0
+    """Part of each target's probability that is spread over all tokens, in training."""
     checkpointing: Checkpointing = Checkpointing.NONE
     """Activation checkpointing."""
     factory: str | None = None
@@ -71,6 +78,9 @@ class ModelConfig:
                 f"model.num_heads={self.num_heads}; "
                 f"allowed here: {', '.join(map(str, divisors(self.num_heads)))}",
             )
+        for key in ("dropout", "label_smoothing"):
+            found = getattr(self, key)
+            require(0.0 <= found < 1.0, f"model.{key}={found} must be at least 0 and below 1")
         require(
             self.config is None or self.factory is not None,
             f"model.config={self.config!r} is for a factory; set model=hf",
@@ -79,6 +89,11 @@ class ModelConfig:
             raise ConfigError(
                 f"model.factory={self.factory!r} is not of the form package.module:function"
             )
+
+    def fits_kv_heads(self, tp: int) -> bool:
+        """Whether tp ranks share the key and value heads out, or each head serves equally many."""
+        few = self.kv_heads < tp and not self.fused_qkv
+        return tp % self.kv_heads == 0 if few else self.kv_heads % tp == 0
 
     @property
     def head_dim(self) -> int:
@@ -98,3 +113,14 @@ class ModelConfig:
         if self.flavour is Flavour.GPT2:
             return 4 * self.hidden
         return -(-8 * self.hidden // 3 // 256) * 256
+
+
+def check_kv_heads(model: ModelConfig, tp: int) -> None:
+    """Raise CombinationError where tp ranks cannot share the key and value heads."""
+    allowed = [t for t in divisors(model.num_heads) if model.fits_kv_heads(t)]
+    fused = " with model.fused_qkv=true" if model.fused_qkv else ""
+    fit(
+        model.fits_kv_heads(tp),
+        f"parallel.tp={tp} does not fit model.num_kv_heads={model.kv_heads}{fused}; "
+        f"allowed here: {', '.join(map(str, allowed))}",
+    )

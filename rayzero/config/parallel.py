@@ -14,7 +14,7 @@ class ParallelConfig:
     replicate: int = 1
     """Groups that hold the same shards (hybrid sharding)."""
     sequence: bool = False
-    """Split activations along the sequence between tensor-parallel regions."""
+    """Between the split parts each tp rank has its own tokens: less activation memory."""
 
     def __post_init__(self) -> None:
         at_least("parallel.tp", self.tp, 1)

@@ -10,6 +10,7 @@ from rayzero.dist.comm import Communicator
 from rayzero.engine.assembly import Assembly
 from rayzero.engine.flats import Flat
 from rayzero.errors import EngineError
+from rayzero.layout.spec import TpShard
 
 
 def full_weights(parts: Assembly, *, keep: bool) -> dict[str, torch.Tensor]:
@@ -35,7 +36,7 @@ def full_tensors(
             comm.all_gather(buffer, axis="shard", unit=flat.layout.name).wait()
         for slot, view in zip(flat.layout.slots, flat.views_of(buffer), strict=True):
             cut = slot.spec.tp
-            tensor = view if cut is None else _over_tp(view, cut.dim, comm, slot.spec.name)
+            tensor = view if cut is None else _over_tp(view, cut, comm, slot.spec.name)
             if keep:
                 full[slot.spec.name] = tensor.cpu().clone()
     return full
@@ -103,8 +104,9 @@ def _by_module_names(
     return state | {name: buffer.detach().cpu().clone() for name, buffer in buffers}
 
 
-def _over_tp(block: torch.Tensor, dim: int, comm: Communicator, name: str) -> torch.Tensor:
+def _over_tp(block: torch.Tensor, cut: TpShard, comm: Communicator, name: str) -> torch.Tensor:
     blocks = block.new_empty(comm.size("tp"), *block.shape)
     blocks[comm.rank("tp")].copy_(block)
     comm.all_gather(blocks.view(-1), axis="tp", unit=name).wait()
-    return torch.cat(list(blocks), dim=dim)
+    joined = torch.cat(list(blocks), dim=cut.dim)
+    return joined if cut.whole is None else joined.narrow(cut.dim, 0, cut.whole)

@@ -57,7 +57,18 @@ def whole_shape(spec: ParamSpec) -> Sizes:
         return spec.shape
     shape = list(spec.shape)
     shape[spec.tp.dim] *= spec.tp.count
+    if spec.tp.whole is not None:
+        shape[spec.tp.dim] = spec.tp.whole
     return tuple(shape)
+
+
+def without_padding(spec: ParamSpec, span: Span) -> Span:
+    """Return the part of a span of a flattened block that belongs to the whole parameter."""
+    if spec.tp is None or spec.tp.whole is None:
+        return span
+    assert spec.tp.dim == 0, f"{spec.name} has padding along dim {spec.tp.dim}, not 0"
+    num_rows = min(max(spec.tp.whole - spec.tp.index * spec.shape[0], 0), spec.shape[0])
+    return span.overlap(Span(start=0, stop=num_rows * math.prod(spec.shape[1:])))
 
 
 def whole_offsets(spec: ParamSpec, offsets: Sizes) -> Sizes:

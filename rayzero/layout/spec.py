@@ -19,6 +19,9 @@ class TpShard:
     dim: int
     index: int
     count: int
+    whole: int | None = None
+    """Size of the whole dim 0 where count does not divide it: what the blocks have beyond it, at
+    their end, is padding, which no checkpoint, export or full tensor holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

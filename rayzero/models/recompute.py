@@ -6,10 +6,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 
-def recomputed(function: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
+def recomputed(function: Callable[..., Tensor], *args: Tensor | None, draws: bool) -> Tensor:
     """Call the function, keep its inputs alone, and run it again when backward needs the rest.
 
-    No random state is kept: our models draw no numbers.
+    draws: it takes random numbers, the same ones again in backward.
     """
-    result: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    result: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws)
     return result

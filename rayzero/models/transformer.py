@@ -32,7 +32,8 @@ class Transformer(nn.Module):
         self.output = nn.Linear(config.hidden, config.vocab_size, bias=False)
         if config.tied_output:
             self.output.weight = self.tokens.weight
-        self.loss = CrossEntropy()
+        self.dropout = nn.Dropout(config.dropout)
+        self.loss = CrossEntropy(config.label_smoothing)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Return the mean loss per token if there are targets, else logits_BTV."""
@@ -42,9 +43,10 @@ class Transformer(nn.Module):
             angles_TR = angles(num_tokens, self.head_dim, device)
         else:
             x_BTD = x_BTD + self.positions(torch.arange(num_tokens, device=device))
+        x_BTD = self.dropout(x_BTD)
         for block in self.blocks:
             if self.recompute_blocks:
-                x_BTD = recomputed(block, x_BTD, angles_TR)
+                x_BTD = recomputed(block, x_BTD, angles_TR, draws=self.dropout.p > 0.0)
             else:
                 x_BTD = block(x_BTD, angles_TR)
         logits_BTV: Tensor = self.output(self.norm(x_BTD))
@@ -64,11 +66,12 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.feed_forward_norm = build_norm(config)
         self.feed_forward = FeedForward(config) if is_gpt2 else GatedFeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor, angles_TR: Tensor | None = None) -> Tensor:
         """Return the residual stream after this block."""
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), angles_TR)
-        update_BTD: Tensor = self.feed_forward(self.feed_forward_norm(x_BTD))
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), angles_TR))
+        update_BTD: Tensor = self.dropout(self.feed_forward(self.feed_forward_norm(x_BTD)))
         return x_BTD + update_BTD
 
 

@@ -1,111 +1,152 @@
 """Cut a module by a plan: each tp rank keeps its blocks of the weights, on meta or with values."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from rayzero.dist.comm import Communicator
 from rayzero.errors import ConfigError
 from rayzero.layout.spec import TpShard
-from rayzero.parallel.layers import RowLinear, VocabEmbedding
+from rayzero.parallel.cutter import Cutter
+from rayzero.parallel.entry import SharedEntry
+from rayzero.parallel.layers import RowLinear, SharedWeights, VocabEmbedding, WholeHeads
 from rayzero.parallel.loss import VocabCrossEntropy
-from rayzero.parallel.plan import Plan, Style, styled
-from rayzero.parallel.region import AXIS, enter
+from rayzero.parallel.masks import OwnMasks
+from rayzero.parallel.plan import Heads, Plan, Style, heads_of, styled
+from rayzero.parallel.region import AXIS
+from rayzero.parallel.stream import SequenceStream, Stream, WholeStream
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
 
-def apply(module: nn.Module, plan: Plan, comm: Communicator) -> dict[str, TpShard]:
+def apply(
+    module: nn.Module,
+    plan: Plan,
+    comm: Communicator,
+    *,
+    heads: Heads | None = None,
+    sequence: bool = False,
+) -> dict[str, TpShard]:
     """Cut the module in place and return which parameters are blocks of which; {} for tp = 1.
 
-    A parameter that two modules share is cut once and stays shared. Raise ConfigError where a size
-    does not divide, or a style does not fit the module it names.
+    heads: which linears' outputs are heads; fewer heads than ranks stay whole on each rank.
+    sequence: outside the split parts each rank has its own tokens. A parameter that two modules
+    share is cut once and stays shared. Raise ConfigError where a size does not divide, or a style
+    does not fit the module it names.
     """
     if comm.size(AXIS) == 1:
         return {}
-    cutter = Cutter(comm)
+    stream = SequenceStream(comm) if sequence else WholeStream(comm)
+    surgeon = Surgeon(module, Cutter(comm), stream, heads or {})
     for name, style in list(styled(module, plan)):
-        _apply_style(module, name, style, cutter, comm)
-    cutter.check_shared(module)
+        surgeon.give(name, style)
+    surgeon.cutter.check_shared(module)
     return {
-        name: cutter.shards[parameter]
+        name: surgeon.cutter.shards[parameter]
         for name, parameter in module.named_parameters()
-        if parameter in cutter.shards
+        if parameter in surgeon.cutter.shards
     }
 
 
-class Cutter:
-    """Cuts parameters and remembers them, so that a shared one is cut once."""
+class Surgeon:
+    """Cuts modules' parameters, hooks modules, or puts parallel ones in their place."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self._index, self._count = comm.rank(AXIS), comm.size(AXIS)
-        self._locals: dict[nn.Parameter, nn.Parameter] = {}
-        self.shards: dict[nn.Parameter, TpShard] = {}
+    def __init__(self, module: nn.Module, cutter: Cutter, stream: Stream, heads: Heads) -> None:
+        self._module = module
+        self._stream = stream
+        self._heads = heads
+        self._masks = OwnMasks(stream.comm)
+        self._entries: dict[str, SharedEntry] = {}
+        self._vocabulary: int | None = None
+        self.cutter = cutter
 
-    def cut(self, owner: nn.Module, key: str, *, dim: int, name: str) -> nn.Parameter:
-        """Return this rank's block of the owner's parameter."""
-        whole = getattr(owner, key)
-        if whole not in self._locals:
-            size, remainder = divmod(whole.shape[dim], self._count)
-            if remainder:
-                raise ConfigError(
-                    f"parallel.tp={self._count} does not divide dim {dim} of {name}.{key}, which "
-                    f"has {whole.shape[dim]}; choose a tp that does"
-                )
-            block = whole.detach().narrow(dim, self._index * size, size).clone()
-            local = nn.Parameter(block, requires_grad=whole.requires_grad)
-            self._locals[whole] = local
-            self.shards[local] = TpShard(dim=dim, index=self._index, count=self._count)
-        return self._locals[whole]
+    def give(self, name: str, style: Style) -> None:
+        """Give one module its style."""
+        target = self._module.get_submodule(name)
+        match style:
+            case Style.COLUMN if next(target.parameters(), None) is None:
+                self._masks.attach(target)
+            case Style.COLUMN:
+                self._cut_column(_expect(target, nn.Linear, name, style), name)
+            case Style.ROW:
+                linear = _expect(target, nn.Linear, name, style)
+                weight = self.cutter.cut(linear, "weight", dim=1, name=name)
+                self._replace(name, RowLinear(weight, linear.bias, self._stream, name))
+            case Style.VOCAB:
+                self._cut_vocabulary(target, name)
+            case Style.SEQUENCE:
+                self._share(target, name)
 
-    def check_shared(self, module: nn.Module) -> None:
-        """Raise ConfigError if a module still holds the whole of what another one had cut."""
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if parameter in self._locals:
-                raise ConfigError(
-                    f"the tensor-parallel plan cuts a parameter that {name} shares, but gives "
-                    f"{name.rpartition('.')[0]} no style; name both modules in the plan"
-                )
+    def _cut_column(self, linear: nn.Linear, name: str) -> None:
+        ranks, num_heads = self._stream.comm.size(AXIS), heads_of(name, self._heads)
+        if num_heads is None or num_heads % ranks == 0:
+            self._cut_outputs(linear, name)
+        elif ranks % num_heads == 0:
+            layer = WholeHeads(linear, num_heads, self._stream.comm, name)
+            self._replace(name, layer)
+            self._entry(name).add(layer)
+        else:
+            raise ConfigError(
+                f"parallel.tp={ranks} neither divides the {num_heads} heads of {name} nor is a "
+                f"multiple of them; choose a tp that is one of the two"
+            )
 
+    def _entry(self, name: str) -> SharedEntry:
+        unit = name.rpartition(".")[0] or name
+        return self._entries.setdefault(unit, SharedEntry(self._stream, unit))
 
-def _apply_style(
-    module: nn.Module, name: str, style: Style, cutter: Cutter, comm: Communicator
-) -> None:
-    """Cut one module's parameters, or put a parallel module in its place."""
-    target = module.get_submodule(name)
-    match style:
-        case Style.COPY_INPUT:
-            _copy_input(target, comm, name)
-        case Style.COLUMN:
-            _cut_outputs(_expect(target, nn.Linear, name, style), cutter, name)
-        case Style.VOCAB_OUTPUT:
-            _cut_outputs(_expect(target, nn.Linear, name, style), cutter, name)
-            _copy_input(target, comm, name)
-        case Style.ROW:
-            linear = _expect(target, nn.Linear, name, style)
-            weight = cutter.cut(linear, "weight", dim=1, name=name)
-            module.set_submodule(name, RowLinear(weight, linear.bias, comm, name))
-        case Style.VOCAB:
-            table = _expect(target, nn.Embedding, name, style)
-            weight = cutter.cut(table, "weight", dim=0, name=name)
-            module.set_submodule(name, VocabEmbedding(weight, comm, name))
-        case Style.VOCAB_LOSS:
-            module.set_submodule(name, VocabCrossEntropy(comm, name))
+    def _cut_outputs(self, linear: nn.Linear, name: str, *, pads: bool = False) -> None:
+        linear.weight = self.cutter.cut(linear, "weight", dim=0, name=name, pads=pads)
+        linear.out_features = linear.weight.shape[0]
+        if linear.bias is not None:
+            linear.bias = self.cutter.cut(linear, "bias", dim=0, name=name, pads=pads)
+        self._entry(name).add(linear)
 
+    def _cut_vocabulary(self, target: nn.Module, name: str) -> None:
+        if isinstance(target, nn.Linear):
+            self._vocabulary = target.out_features
+            self._cut_outputs(target, name, pads=True)
+        elif isinstance(target, nn.Embedding):
+            weight = self.cutter.cut(target, "weight", dim=0, name=name, pads=True)
+            self._replace(name, VocabEmbedding(weight, self._stream, name))
+        elif next(target.parameters(), None) is None:
+            self._cut_loss(target, name)
+        else:
+            raise ConfigError(
+                f"the tensor-parallel plan gives {name} the style vocab, which is for Linear, "
+                f"Embedding and a loss without weights; it is a {type(target).__name__}"
+            )
 
-def _cut_outputs(linear: nn.Linear, cutter: Cutter, name: str) -> None:
-    linear.weight = cutter.cut(linear, "weight", dim=0, name=name)
-    linear.out_features = linear.weight.shape[0]
-    if linear.bias is not None:
-        linear.bias = cutter.cut(linear, "bias", dim=0, name=name)
+    def _cut_loss(self, target: nn.Module, name: str) -> None:
+        if self._vocabulary is None:
+            raise ConfigError(
+                f"the tensor-parallel plan gives {name} the style vocab, but no Linear before it: "
+                "a loss over a split vocabulary needs the layer that splits it"
+            )
+        smoothing = float(getattr(target, "label_smoothing", 0.0))
+        comm, size = self._stream.comm, self._vocabulary
+        loss = VocabCrossEntropy(comm, name, vocab_size=size, label_smoothing=smoothing)
+        self._replace(name, loss)
 
+    def _share(self, target: nn.Module, name: str) -> None:
+        if isinstance(self._stream, WholeStream):
+            return
+        stream = self._stream
+        if isinstance(target, nn.Embedding):
+            target.register_forward_hook(lambda _, __, rows: stream.own(rows, name))
+            return
+        if next(target.parameters(), None) is None:
+            self._masks.attach(target)
+            return
+        if any("." in key for key, _ in target.named_parameters()):
+            raise ConfigError(
+                f"the tensor-parallel plan gives {name} the style sequence, which is for a module "
+                f"with weights of its own alone; name the modules inside it, or set replicate"
+            )
+        self._replace(name, SharedWeights(target, stream, name))
 
-def _copy_input(target: nn.Module, comm: Communicator, unit: str) -> None:
-    def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x: Tensor = args[0]
-        return enter(x, comm, unit), *args[1:]
-
-    target.register_forward_pre_hook(hook)
+    def _replace(self, name: str, layer: nn.Module) -> None:
+        self._module.set_submodule(name, layer)
 
 
 def _expect(target: nn.Module, kind: type[Layer], name: str, style: Style) -> Layer:

@@ -1,13 +1,15 @@
-"""Layers that hold one rank's block of a weight and end in a sum over the tp ranks.
+"""Layers that hold one rank's block of a weight, or whole weights beside such layers.
 
 B batch, T tokens, I and O a linear's inputs and outputs, D hidden, V vocabulary.
 """
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from rayzero.dist.comm import Communicator
-from rayzero.parallel.region import AXIS, leave
+from rayzero.parallel.region import AXIS, enter_together
+from rayzero.parallel.stream import Stream
 
 
 class RowLinear(nn.Module):
@@ -17,19 +19,46 @@ class RowLinear(nn.Module):
     """
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, comm: Communicator, unit: str
+        self, weight: nn.Parameter, bias: nn.Parameter | None, stream: Stream, unit: str
     ) -> None:
         super().__init__()
         self.weight = weight
         self.bias: nn.Parameter | None
         self.register_parameter("bias", bias)
-        self._comm = comm
+        self._stream = stream
         self._unit = unit
 
     def forward(self, x_BTI: Tensor) -> Tensor:
-        """Return the whole output. The bias is whole on every rank and added once, to the sum."""
-        y_BTO = leave(F.linear(x_BTI, self.weight), self._comm, self._unit)
-        return y_BTO if self.bias is None else y_BTO + self.bias
+        """Return the outputs. The bias is whole on every rank and added once, to the sum."""
+        y_BTO = self._stream.leave(F.linear(x_BTI, self.weight), self._unit)
+        if self.bias is None:
+            return y_BTO
+        (bias_O,) = self._stream.shared((self.bias,), f"{self._unit}.bias")
+        return y_BTO + bias_O
+
+
+class WholeHeads(nn.Module):
+    """A column linear with fewer heads than ranks: whole on each, which computes the one it needs.
+
+    4 ranks, 2 key heads:     rank 0: head 0    rank 1: head 0    rank 2: head 1    rank 3: head 1
+    """
+
+    def __init__(self, linear: nn.Linear, num_heads: int, comm: Communicator, unit: str) -> None:
+        super().__init__()
+        self.weight = linear.weight
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", linear.bias)
+        self._num_heads = num_heads
+        self._comm = comm
+        self._unit = unit
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return this rank's head. The weights' gradients are summed: each rank gives its part."""
+        weights = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        size = self.weight.shape[0] // self._num_heads
+        head = self._comm.rank(AXIS) * self._num_heads // self._comm.size(AXIS)
+        entered = enter_together(weights, self._comm, self._unit)
+        return F.linear(x_BTD, *(w.narrow(0, head * size, size) for w in entered))
 
 
 class VocabEmbedding(nn.Module):
@@ -39,19 +68,41 @@ class VocabEmbedding(nn.Module):
                 | rows of rank 1 |
     """
 
-    def __init__(self, weight: nn.Parameter, comm: Communicator, unit: str) -> None:
+    def __init__(self, weight: nn.Parameter, stream: Stream, unit: str) -> None:
         super().__init__()
         self.weight = weight
-        self._comm = comm
+        self._stream = stream
         self._unit = unit
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Return the whole embeddings."""
-        first = self._comm.rank(AXIS) * self.weight.shape[0]
+        """Return the embeddings."""
+        first = self._stream.comm.rank(AXIS) * self.weight.shape[0]
         local_BT, is_elsewhere_BT = local_index(tokens_BT, first, self.weight.shape[0])
         rows_BTD = F.embedding(local_BT, self.weight)
         own_BTD = rows_BTD.masked_fill(is_elsewhere_BT.unsqueeze(-1), 0.0)
-        return leave(own_BTD, self._comm, self._unit)
+        return self._stream.leave(own_BTD, self._unit)
+
+
+class SharedWeights(nn.Module):
+    """A module, such as a norm, with whole weights that it uses on this rank's tokens alone."""
+
+    def __init__(self, inner: nn.Module, stream: Stream, unit: str) -> None:
+        super().__init__()
+        for key, parameter in inner.named_parameters():
+            self.register_parameter(key, parameter)
+        # In a tuple, as it is no child: its parameters are this module's.
+        self._inner = (inner,)
+        self._stream = stream
+        self._unit = unit
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return what the module returns for these tokens."""
+        named = dict(self.named_parameters())
+        shared = self._stream.shared(tuple(named.values()), self._unit)
+        result: Tensor = functional_call(
+            self._inner[0], dict(zip(named, shared, strict=True)), (x_BTD,)
+        )
+        return result
 
 
 def local_index(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:

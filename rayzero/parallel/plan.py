@@ -1,9 +1,4 @@
-"""A plan says how each layer of a module is cut: patterns of module names, in order, and a style.
-
-[Note: one copy for several linears] Column-cut linears compute without communication. The module
-around them has style COPY_INPUT, which sums their input's gradient once for all of them: query, key
-and value share one all-reduce.
-"""
+"""A plan says how each layer is cut: patterns of module names, in order, and a style for each."""
 
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -17,24 +12,26 @@ from rayzero.errors import ConfigError
 class Style(Enum):
     """What tensor parallelism does with one module."""
 
-    COPY_INPUT = "copy_input"
-    """Its first input is whole and used by split layers inside: its gradient is summed."""
     COLUMN = "column"
-    """Linear: each rank computes a block of the outputs."""
+    """Linear: each rank computes a block of the outputs. Without weights (an attention core): it
+    works on what column-cut linears left, so its random numbers are the rank's own."""
     ROW = "row"
     """Linear: each rank has a block of the inputs; the outputs are summed."""
     VOCAB = "vocab"
-    """Embedding: each rank holds a block of the rows; the outputs are summed."""
-    VOCAB_OUTPUT = "vocab_output"
-    """Linear to the vocabulary: column, with the input's gradient summed."""
-    VOCAB_LOSS = "vocab_loss"
-    """Cross-entropy over logits that VOCAB_OUTPUT left split."""
+    """Each rank holds a block of the vocabulary. Embedding: the outputs are summed. Linear: column,
+    its logits stay split. Cross-entropy: takes split logits."""
+    SEQUENCE = "sequence"
+    """Between the split parts: replicated, but with parallel.sequence each rank has its own tokens
+    here. Parameters sum their gradients; an embedding's output is cut; masks are the rank's own."""
     REPLICATE = "replicate"
     """Every rank holds and computes all of it; so does what no pattern names."""
 
 
 Plan = Mapping[str, Style]
 """fnmatch patterns of module names; the first that matches counts."""
+
+Heads = Mapping[str, int]
+"""fnmatch patterns of linears whose outputs are so many heads: no head is ever cut."""
 
 
 def styled(module: nn.Module, plan: Plan) -> Iterator[tuple[str, Style]]:
@@ -50,3 +47,8 @@ def styled(module: nn.Module, plan: Plan) -> Iterator[tuple[str, Style]]:
         style = next((plan[p] for p in plan if fnmatchcase(name, p)), Style.REPLICATE)
         if style is not Style.REPLICATE:
             yield name, style
+
+
+def heads_of(name: str, heads: Heads) -> int | None:
+    """Return how many heads a linear's outputs are, None where it is not said."""
+    return next((heads[p] for p in heads if fnmatchcase(name, p)), None)

@@ -1,11 +1,19 @@
 """Where activations enter and leave a part of the model that is split over the tp ranks.
 
-    whole x --enter--> split layers --leave--> whole y         forward    backward
-                                                    enter:     nothing    all-reduce
-                                                    leave:     all-reduce nothing
+    whole x --enter--> split layers --leave--> whole y         forward         backward
+                                                    enter:     nothing         all-reduce
+                                                    leave:     all-reduce      nothing
 
 (f and g of Shoeybi et al., arXiv:1909.08053, section 3.) One enter and one leave around attention
-and one pair around the feed-forward part make the four all-reduces of a layer.
+and one pair around the feed-forward part make the four all-reduces of a layer. With sequence
+parallelism each rank has its own tokens outside the split parts:
+
+    tokens x --gather--> split layers --scatter--> tokens y    forward         backward
+                                                    gather:    all-gather      reduce-scatter
+                                                    scatter:   reduce-scatter  all-gather
+
+(g and g-bar of Korthikanti et al., arXiv:2205.05198, section 4.2.2.) The same bytes.
+B batch (any dims before the tokens), T tokens, D hidden; t tp ranks.
 """
 
 from typing import Any
@@ -14,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rayzero.dist.comm import Communicator
+from rayzero.errors import ConfigError
 
 AXIS = "tp"
 
@@ -28,6 +37,34 @@ def leave(partial: Tensor, comm: Communicator, unit: str) -> Tensor:
     """Sum the tp ranks' partial results, in place; the gradient is whole on each rank already."""
     whole: Tensor = _Leave.apply(partial, comm, unit)  # type: ignore[no-untyped-call]
     return whole
+
+
+def enter_together(
+    tensors: tuple[Tensor, ...], comm: Communicator, unit: str
+) -> tuple[Tensor, ...]:
+    """Pass tensors on; sum the gradients of all of them in one all-reduce."""
+    entered: tuple[Tensor, ...] = _EnterTogether.apply(  # type: ignore[no-untyped-call]
+        comm, unit, *tensors
+    )
+    return entered
+
+
+def gather(own_BTD: Tensor, comm: Communicator, unit: str) -> Tensor:
+    """Put all ranks' tokens together; the gradient is summed and each rank gets its tokens' own."""
+    whole: Tensor = _Gather.apply(own_BTD, comm, unit)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def scatter(partial_BTD: Tensor, comm: Communicator, unit: str) -> Tensor:
+    """Sum the tp ranks' partial results, of which each rank keeps its tokens."""
+    own: Tensor = _Scatter.apply(partial_BTD, comm, unit)  # type: ignore[no-untyped-call]
+    return own
+
+
+def split(whole_BTD: Tensor, comm: Communicator, unit: str) -> Tensor:
+    """Keep this rank's tokens of what all ranks hold; their gradients are gathered."""
+    own: Tensor = _Split.apply(whole_BTD, comm, unit)  # type: ignore[no-untyped-call]
+    return own
 
 
 class _Enter(torch.autograd.Function):
@@ -52,3 +89,79 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0], None, None
+
+
+class _EnterTogether(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, comm: Communicator, unit: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.comm, ctx.unit = comm, unit
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        summed = torch.cat([grad.flatten() for grad in grads])
+        ctx.comm.all_reduce(summed, axis=AXIS, unit=ctx.unit)
+        parts = summed.split([grad.numel() for grad in grads])
+        return (None, None, *(p.view(g.shape) for p, g in zip(parts, grads, strict=True)))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own_BTD: Tensor, comm: Communicator, unit: str) -> Tensor:
+        ctx.comm, ctx.unit = comm, unit
+        return _gathered(own_BTD, comm, unit)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _scattered(grads[0], ctx.comm, ctx.unit), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial_BTD: Tensor, comm: Communicator, unit: str) -> Tensor:
+        ctx.comm, ctx.unit = comm, unit
+        return _scattered(partial_BTD, comm, unit)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _gathered(grads[0], ctx.comm, ctx.unit), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole_BTD: Tensor, comm: Communicator, unit: str) -> Tensor:
+        ctx.comm, ctx.unit = comm, unit
+        return _by_rank(whole_BTD, comm, unit)[comm.rank(AXIS)].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _gathered(grads[0], ctx.comm, ctx.unit), None, None
+
+
+def _gathered(own_BTD: Tensor, comm: Communicator, unit: str) -> Tensor:
+    """Return the tokens of rank 0, those of rank 1, and so on, along the dim before the last."""
+    ranks = comm.size(AXIS)
+    parts_tBTD = own_BTD.new_empty(ranks, *own_BTD.shape)
+    parts_tBTD[comm.rank(AXIS)].copy_(own_BTD)
+    comm.all_gather(parts_tBTD.view(-1), axis=AXIS, unit=unit).wait()
+    *batch, tokens, hidden = own_BTD.shape
+    return parts_tBTD.movedim(0, -3).reshape(*batch, ranks * tokens, hidden)
+
+
+def _scattered(whole_BTD: Tensor, comm: Communicator, unit: str) -> Tensor:
+    """Return the sum of this rank's tokens over the ranks."""
+    parts_tBTD = _by_rank(whole_BTD, comm, unit).clone(memory_format=torch.contiguous_format)
+    comm.reduce_scatter(parts_tBTD.view(-1), axis=AXIS, unit=unit).wait()
+    return parts_tBTD[comm.rank(AXIS)].clone()
+
+
+def _by_rank(whole_BTD: Tensor, comm: Communicator, unit: str) -> Tensor:
+    """View tokens as one block for each rank, in front: [t, ..., T/t, D]."""
+    ranks, num_tokens = comm.size(AXIS), whole_BTD.shape[-2]
+    if num_tokens % ranks:
+        allowed = ", ".join(str(n) for n in range(1, num_tokens + 1) if num_tokens % n == 0)
+        raise ConfigError(
+            f"parallel.sequence=true: parallel.tp={ranks} does not divide the {num_tokens} tokens "
+            f"that {unit} has; allowed for so many tokens: {allowed}"
+        )
+    return whole_BTD.unflatten(-2, (ranks, num_tokens // ranks)).movedim(-3, 0)

@@ -4,8 +4,10 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from rayzero.layout.boxes import without_padding
 from rayzero.layout.spec import ParamSpec, Span, TpShard
 
 Draw = Callable[[str, int, int], Tensor]
@@ -24,7 +26,9 @@ def draw_local(draw: Draw, spec: ParamSpec, span: Span) -> Tensor:
         return draw(spec.name, span.start, span.stop)
     if math.prod(spec.shape[: spec.tp.dim]) == 1:
         offset = spec.tp.index * spec.numel
-        return draw(spec.name, offset + span.start, offset + span.stop)
+        real = without_padding(spec, span)
+        drawn = draw(spec.name, offset + real.start, offset + real.stop)
+        return F.pad(drawn, (0, span.elements - real.elements))
     return _draw_columns(draw, spec, spec.tp, span)
 
 

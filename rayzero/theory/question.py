@@ -143,7 +143,6 @@ def local_specs(
     """Describe the parameters that one tp rank holds; matrices form group 0, vectors group 1."""
     specs = []
     for param in shape.params:
-        cut = param.tp_dim is not None and tp > 1
         spec = ParamSpec(
             name=param.name,
             shape=param.local_shape(tp),
@@ -151,8 +150,11 @@ def local_specs(
             group=0 if len(param.shape) > 1 else 1,
             unit=param.unit or param.module,
         )
-        if cut:
+        if param.is_cut(tp):
             assert param.tp_dim is not None
-            spec = replace(spec, tp=TpShard(dim=param.tp_dim, index=tp_index, count=tp))
+            size = param.shape[param.tp_dim]
+            whole = size if size % tp else None
+            shard = TpShard(dim=param.tp_dim, index=tp_index, count=tp, whole=whole)
+            spec = replace(spec, tp=shard)
         specs.append(spec)
     return specs

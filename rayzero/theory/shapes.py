@@ -6,7 +6,7 @@ model without building it. D hidden, F feed-forward width, V vocabulary, S longe
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from rayzero.config.model import Flavour, ModelConfig
@@ -34,6 +34,8 @@ class ParamShape:
     """The repeated block that holds it, such as blocks.3; empty for the rest of the model."""
     tp_dim: int | None = None
     """The tensor dim that tensor parallelism cuts; None where every rank keeps all."""
+    heads: int | None = None
+    """How many heads that dim holds, where fewer than tp mean that every rank keeps all."""
 
     @property
     def module(self) -> str:
@@ -45,10 +47,16 @@ class ParamShape:
         """Elements of the full parameter."""
         return math.prod(self.shape)
 
+    def is_cut(self, tp: int) -> bool:
+        """Whether each of `tp` ranks holds a block."""
+        return tp > 1 and self.tp_dim is not None and (self.heads is None or self.heads >= tp)
+
     def local_shape(self, tp: int) -> tuple[int, ...]:
-        """Return the shape that one of `tp` ranks holds."""
+        """Return the shape that one of `tp` ranks holds; a vocabulary may end in padding."""
+        if not self.is_cut(tp):
+            return self.shape
         return tuple(
-            size // tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape)
+            -(-size // tp) if dim == self.tp_dim else size for dim, size in enumerate(self.shape)
         )
 
 
@@ -95,8 +103,13 @@ def _block(config: ModelConfig, unit: str) -> Iterator[ParamShape]:
     hidden, ffn, kv_width = config.hidden, config.ffn, config.kv_heads * config.head_dim
     is_gpt2 = config.flavour is Flavour.GPT2
     yield from _norm(config, f"{unit}.attention_norm", unit)
-    for name, width in (("q", hidden), ("k", kv_width), ("v", kv_width)):
-        yield from _column(config, f"{unit}.attention.{name}", unit, width)
+    if config.fused_qkv:
+        yield from _column(config, f"{unit}.attention.qkv", unit, hidden + 2 * kv_width)
+    else:
+        yield from _column(config, f"{unit}.attention.q", unit, hidden)
+        for name in ("k", "v"):
+            for param in _column(config, f"{unit}.attention.{name}", unit, kv_width):
+                yield replace(param, heads=config.kv_heads)
     yield from _row(config, f"{unit}.attention.o", unit, hidden)
     yield from _norm(config, f"{unit}.feed_forward_norm", unit)
     for name in ("up",) if is_gpt2 else ("gate", "up"):

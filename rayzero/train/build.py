@@ -20,12 +20,12 @@ from rayzero.dist.shared import SharedTransports
 from rayzero.dist.transport import TransportFactory, transport_for
 from rayzero.engine import OffloadOptions, PrecisionOptions, ZeroEngine, ZeroOptions
 from rayzero.engine.values import Initializer
-from rayzero.errors import ConfigError, NotBuiltYetError
+from rayzero.errors import ConfigError
 from rayzero.layout.spec import TpShard
 from rayzero.models.init import Initializer as Weights
 from rayzero.models.transformer import Transformer
 from rayzero.parallel.apply import apply
-from rayzero.parallel.plans import transformer_plan
+from rayzero.parallel.plans import transformer_heads, transformer_plan
 from rayzero.parallel.start import draw_local
 from rayzero.train.factory import build_model
 
@@ -66,10 +66,6 @@ def build_engine_on(
             f"engine.name={config.engine.name.value} is a peer: it is measured on real ranks (run, "
             "sweep, bench), not played or rehearsed; set engine=rayzero"
         )
-    if config.parallel.sequence:
-        raise NotBuiltYetError(
-            "parallel.sequence=true is not built yet; set parallel.sequence=false"
-        )
     model = build_module(config, comm)
     return ZeroEngine(
         model.module,
@@ -98,7 +94,9 @@ def build_module(config: CellConfig, comm: Communicator) -> Model:
         return Model(module=build_model(config.model), tensor_parallel={}, initialize=None)
     with torch.device("meta"):
         module = Transformer(config.model)
-    table = apply(module, transformer_plan(config.model), comm)
+    plan, sequence = transformer_plan(config.model), config.parallel.sequence
+    heads = transformer_heads(config.model)
+    table = apply(module, plan, comm, heads=heads, sequence=sequence)
     initialize = partial(draw_local, Weights(config.model, config.run.seed))
     return Model(module=module, tensor_parallel=table, initialize=initialize)
 

@@ -18,6 +18,7 @@ from rayzero.train.build import build_communicator, build_schedule, chosen_trans
 from rayzero.train.checkpoints import TrainingCheckpoints, total_steps
 from rayzero.train.data import Data, load_data
 from rayzero.train.engines import AnyEngine, BuildEngine, build_any_engine, formula_for
+from rayzero.train.rng import reseed
 from rayzero.train.theory import num_params
 from rayzero.train.trainer import LocalStep, Trainer
 
@@ -53,6 +54,7 @@ def run_rank(
         check_same_data(engine, data)
         trainer = make_trainer(config, engine, data, seat.world, device)
         check_same_batch(engine, trainer)
+        reseed(config.run.seed, trainer.next_step, data_rank=trainer.data_rank)
         with TrainingCheckpoints(
             config,
             engine=engine,

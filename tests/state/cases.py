@@ -27,7 +27,7 @@ LR = 0.01
 ADAMW = partial(torch.optim.AdamW, lr=LR, weight_decay=0.01, fused=True)
 SGD = partial(torch.optim.SGD, lr=LR, momentum=0.9)
 MODEL = ModelConfig(
-    hidden=20, num_layers=1, num_heads=4, ffn_hidden=28, vocab_size=26, max_seq_len=8
+    hidden=20, num_layers=1, num_heads=4, ffn_hidden=28, vocab_size=27, max_seq_len=8
 )
 """No size is a power of two, so shard borders fall anywhere."""
 

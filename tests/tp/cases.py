@@ -11,15 +11,17 @@ from rayzero.layout.spec import TpShard
 from rayzero.models.init import Initializer, materialize
 from rayzero.models.transformer import Transformer
 from rayzero.parallel.apply import apply
-from rayzero.parallel.plans import transformer_plan
+from rayzero.parallel.plans import transformer_heads, transformer_plan
 
 SMALL = ModelConfig(hidden=32, num_heads=8, ffn_hidden=48, vocab_size=64, max_seq_len=16)
 LLAMA = replace(SMALL, flavour=Flavour.LLAMA, tied_output=False)
 MODELS = {
     "gpt2 tied": SMALL,
     "gpt2 untied": replace(SMALL, tied_output=False),
-    "llama tied": replace(LLAMA, tied_output=True),
+    "llama tied": replace(LLAMA, tied_output=True, vocab_size=61, label_smoothing=0.1),
     "llama grouped queries": replace(LLAMA, num_kv_heads=4),
+    "llama fused": replace(LLAMA, num_kv_heads=4, fused_qkv=True),
+    "gpt2 two key heads": replace(SMALL, num_kv_heads=2),
 }
 
 
@@ -43,14 +45,26 @@ def whole_model(config: ModelConfig, dtype: torch.dtype) -> Transformer:
     return model
 
 
+def cut(
+    model: Transformer, config: ModelConfig, comm: Communicator, *, sequence: bool = False
+) -> dict[str, TpShard]:
+    """Cut a model of ours in place."""
+    plan, heads = transformer_plan(config), transformer_heads(config)
+    return apply(model, plan, comm, heads=heads, sequence=sequence)
+
+
 def cut_model(
-    config: ModelConfig, dtype: torch.dtype, comm: Communicator
+    config: ModelConfig, dtype: torch.dtype, comm: Communicator, *, sequence: bool = False
 ) -> tuple[Transformer, dict[str, TpShard]]:
     """Return this rank's part of the same model."""
     model = whole_model(config, dtype)
-    return model, apply(model, transformer_plan(config), comm)
+    return model, cut(model, config, comm, sequence=sequence)
 
 
 def block_of(whole: Tensor, shard: TpShard | None) -> Tensor:
     """Return the part of a whole tensor that a shard stands for."""
-    return whole if shard is None else whole.chunk(shard.count, shard.dim)[shard.index]
+    if shard is None:
+        return whole
+    padding = -whole.shape[shard.dim] % shard.count
+    padded = torch.cat((whole, whole.new_zeros(padding, *whole.shape[1:]))) if padding else whole
+    return padded.chunk(shard.count, shard.dim)[shard.index]

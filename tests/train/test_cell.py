@@ -73,6 +73,34 @@ def test_bytes_held_and_sent_equal_theory_exactly(
         assert losses[stage] == pytest.approx(losses[0], rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("stage", "tp", "sequence", "model"),
+    [
+        (0, 2, True, {"checkpointing": "full", "fused_qkv": True, "label_smoothing": 0.1}),
+        (1, 4, True, {"flavour": "llama", "checkpointing": "full", "dropout": 0.1}),
+        (2, 2, True, {"flavour": "llama", "checkpointing": "selective", "vocab_size": 255}),
+        (3, 2, False, {"checkpointing": "full", "dropout": 0.1, "vocab_size": 255}),
+        (3, 4, True, {"num_kv_heads": 2, "vocab_size": 258, "tied_output": False}),
+    ],
+)
+def test_theory_holds_with_every_way_to_cut(
+    ranks: Pools, stage: int, tp: int, sequence: bool, model: dict[str, Any]
+) -> None:
+    config = config_of(
+        zero={"stage": stage, "bucket_elements": 20_000},
+        model=model,
+        parallel={"tp": tp, "sequence": sequence},
+        data={"micro_batch": tp},
+        optimizer={"max_grad_norm": 0.5},
+    )
+    reports = [report for report, _ in ranks(4)(run, config)]
+    check_theory(reports)
+    norms = [s.grad_norm for s in reports[0].steps]
+    assert all([s.grad_norm for s in r.steps] == norms for r in reports)
+    if stage < 3:
+        assert len({r.weights_checksum for r in reports}) == tp
+
+
 @pytest.mark.parametrize("precision", ["bf16", "paper"])
 @pytest.mark.parametrize("flavour", ["gpt2", "llama"])
 def test_theory_holds_in_mixed_precision(ranks: Pools, precision: str, flavour: str) -> None:

@@ -82,7 +82,8 @@ def test_dry_run_formula_and_real_ranks_are_equal_to_the_byte(
     for stage in range(4):
         config = config_of(
             zero={"stage": stage, "bucket_elements": 20_000},
-            parallel={"tp": tp},
+            parallel={"tp": tp, "sequence": offload == "host"},
+            model={"dropout": 0.1, "checkpointing": "full"} if offload == "host" else {},
             data={"micro_batch": 6 // (world // tp)},
             offload={"optimizer": offload},
             run={"num_steps": 1},

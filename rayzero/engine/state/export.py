@@ -7,6 +7,7 @@ names, as Hugging Face does; the index lists its further names under metadata.ti
 
 import contextlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from rayzero.engine.state.source import (
 )
 from rayzero.engine.whole import buffers_of, full_tensors
 from rayzero.errors import CheckpointError
-from rayzero.layout.boxes import boxes_of, whole_offsets, whole_shape
+from rayzero.layout.boxes import boxes_of, whole_offsets, whole_shape, without_padding
 from rayzero.layout.spec import ParamSpec, Span
 
 FILE_BYTES = 1 << 30
@@ -81,8 +82,7 @@ def plan_files(parts: Assembly) -> list[ExportFile]:
     for flat in parts.flats:
         itemsize = BY_NAME[flat.dtypes.params].itemsize
         for slot in flat.layout.slots:
-            blocks = slot.spec.tp.count if slot.spec.tp is not None else 1
-            sizes[slot.spec.name] = slot.spec.numel * blocks * itemsize
+            sizes[slot.spec.name] = math.prod(whole_shape(slot.spec)) * itemsize
     sizes |= {n: b.numel() * b.itemsize for n, b in buffers_of(parts.module).items()}
     groups: list[list[str]] = []
     filled = FILE_BYTES
@@ -140,9 +140,10 @@ class ExportedValues:
                 )
             boxes = [
                 part_of(file, spec.name, whole_offsets(spec, box.offsets), box.sizes).reshape(-1)
-                for box in boxes_of(spec.shape, span)
+                for box in boxes_of(spec.shape, without_padding(spec, span))
             ]
-        return torch.cat(boxes) if boxes else torch.zeros(0)
+        padding = torch.zeros(span.elements - sum(box.numel() for box in boxes))
+        return torch.cat([*boxes, padding.to(boxes[0].dtype)]) if boxes else padding
 
 
 def _write_files(parts: Assembly, folder: Path, files: list[ExportFile]) -> Exception | None:

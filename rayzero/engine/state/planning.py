@@ -28,7 +28,7 @@ from rayzero.engine.state.contents import (
 )
 from rayzero.engine.state.manifest import Chunk, Stored
 from rayzero.engine.whole import buffers_of
-from rayzero.layout.boxes import Sizes, boxes_of, whole_offsets, whole_shape
+from rayzero.layout.boxes import Sizes, boxes_of, whole_offsets, whole_shape, without_padding
 from rayzero.layout.spec import FlatLayout, ParamSpec, Span
 from rayzero.records import Where
 
@@ -178,7 +178,7 @@ def _boxes_in_run(layout: FlatLayout, shard: int, tp: int) -> list[NamedBox]:
         if tp and piece.spec.tp is None:
             continue
         spec = _on_tp_rank(piece.spec, tp)
-        for box in boxes_of(spec.shape, piece.in_param):
+        for box in boxes_of(spec.shape, without_padding(spec, piece.in_param)):
             first = piece.in_shard.start - start + box.run.start - piece.in_param.start
             offsets = whole_offsets(spec, box.offsets)
             found.append(NamedBox(name=spec.name, offsets=offsets, sizes=box.sizes, first=first))

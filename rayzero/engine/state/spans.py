@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from rayzero.engine.flats import Flat
-from rayzero.layout.boxes import Sizes, boxes_of, whole_offsets, whole_shape
+from rayzero.layout.boxes import Sizes, boxes_of, whole_offsets, whole_shape, without_padding
 from rayzero.layout.spec import Piece, Span
 
 
@@ -56,7 +56,7 @@ def add_piece(spans: dict[str, Spans], key: str, piece: Piece, tensor: torch.Ten
     if key not in spans:
         spans[key] = Spans(whole_shape(piece.spec), tensor.dtype, tensor.device)
     run = tensor[piece.in_shard.start : piece.in_shard.stop]
-    for box in boxes_of(piece.spec.shape, piece.in_param):
+    for box in boxes_of(piece.spec.shape, without_padding(piece.spec, piece.in_param)):
         start = box.run.start - piece.in_param.start
         view = run[start : start + box.run.elements].view(box.sizes)
         spans[key].hold(whole_offsets(piece.spec, box.offsets), view)
