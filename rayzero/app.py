@@ -31,7 +31,13 @@ from rayzero.config.run import RESTORE_WORDS
 from rayzero.errors import ConfigError, RayzeroError
 from rayzero.sweep.choices import quote_choice
 
-OPEN_MAPPINGS = ("cluster.env", "model.factory_args", "data.factory_args")
+OPEN_MAPPINGS = (
+    "cluster.env",
+    "model.factory_args",
+    "data.factory_args",
+    "parallel.plan",
+    "parallel.heads",
+)
 """Keys below these are the user's own; no default knows them."""
 
 PATHS: Mapping[tuple[str, str], Sequence[str]] = {

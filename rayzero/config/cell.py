@@ -46,6 +46,12 @@ class CellConfig(CellGroups):
     def __post_init__(self) -> None:
         if self.model.factory is None:
             self._check_transformer()
+        else:
+            fit(
+                not self.parallel.sequence,
+                "parallel.sequence=true is for rayzero's own transformer: other models take the "
+                "tokens they see for the whole sequence; set parallel.sequence=false",
+            )
         fit(
             self.offload.params is Place.NONE or self.zero.stage == 3,
             f"offload.params={self.offload.params.value} needs stage=3, "
@@ -68,6 +74,12 @@ class CellConfig(CellGroups):
 
     def _check_transformer(self) -> None:
         tp, model = self.parallel.tp, self.model
+        for key in ("plan", "heads"):
+            fit(
+                not getattr(self.parallel, key),
+                f"parallel.{key} is for a model.factory; rayzero's own transformer has its plan, "
+                f"so leave parallel.{key} empty",
+            )
         for key, number in (
             ("num_heads", model.num_heads),
             ("ffn_hidden", model.ffn),

@@ -23,6 +23,17 @@ from transformers import (
 from rayzero.errors import ConfigError
 from rayzero.models.loss import CrossEntropy
 
+STYLES = {
+    "colwise": "column",
+    "rowwise": "row",
+    "embedding_rowwise": "vocab",
+    "colwise_gather_output": "vocab",
+    "replicated_with_grad_allreduce": "column",
+    "replicate": "replicate",
+}
+"""transformers' styles by ours. A layer whose outputs it gathers is the output layer, whose loss
+takes split logits here."""
+
 HIDDEN_EVERY = 7
 """A masked model predicts every seventh token, which it sees as token 0."""
 
@@ -90,6 +101,46 @@ class Causal(LanguageModel):
 
     def forward(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         return self.mean_loss(self.model(input_ids=inputs_BT), targets_BT)
+
+    def tensor_plan(self) -> dict[str, str]:
+        """Translate the model's own tp_plan; {} where it ships none. Logits stay split."""
+        shipped: dict[str, str] = getattr(self.model, "_tp_plan", None) or {}
+        config: Any = self.model.config
+        gathers = "colwise_gather_output"
+        unknown = sorted(
+            {
+                style
+                for pattern, style in shipped.items()
+                if style not in STYLES or (style == gathers and pattern != "lm_head")
+            }
+        )
+        if unknown:
+            raise ConfigError(
+                f"{config.model_type}'s tp_plan has styles that are not built here: "
+                f"{', '.join(unknown)} (built: {', '.join(STYLES)}); write one as parallel.plan"
+            )
+        drops = {k: v for k, v in config.to_dict().items() if "drop" in k and v}
+        if shipped and drops:
+            raise ConfigError(
+                f"model.factory_args sets {drops}: masks inside a Hugging Face model would be "
+                "alike on all tp ranks; leave dropout off with parallel.tp above 1"
+            )
+        plan = {f"model.{pattern}": STYLES[style] for pattern, style in shipped.items()}
+        if plan.get("model.lm_head") == "vocab":
+            plan["loss"] = "vocab"
+        return plan
+
+    def tensor_heads(self) -> dict[str, int]:
+        """Say how many heads the outputs of attention's linears are."""
+        config: Any = self.model.config
+        queries = config.num_attention_heads
+        keys = getattr(config, "num_key_value_heads", None) or queries
+        by_name = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "query_key_value": queries}
+        return {
+            pattern: by_name[leaf]
+            for pattern in self.tensor_plan()
+            if (leaf := pattern.rpartition(".")[2]) in by_name
+        }
 
 
 class Masked(LanguageModel):

@@ -1,19 +1,21 @@
 """Cut a module by a plan: each tp rank keeps its blocks of the weights, on meta or with values."""
 
+from functools import partial
 from typing import TypeVar
 
 from torch import nn
 
+from rayzero.config.parallel import Style
 from rayzero.dist.comm import Communicator
 from rayzero.errors import ConfigError
 from rayzero.layout.spec import TpShard
 from rayzero.parallel.cutter import Cutter
-from rayzero.parallel.entry import SharedEntry
-from rayzero.parallel.layers import RowLinear, SharedWeights, VocabEmbedding, WholeHeads
+from rayzero.parallel.entry import SharedEntry, unit_of_entry
+from rayzero.parallel.layers import RowLinear, Share, SharedWeights, VocabEmbedding, WholeHeads
 from rayzero.parallel.loss import VocabCrossEntropy
 from rayzero.parallel.masks import OwnMasks
-from rayzero.parallel.plan import Heads, Plan, Style, heads_of, styled
-from rayzero.parallel.region import AXIS
+from rayzero.parallel.plan import Heads, Plan, heads_of, styled
+from rayzero.parallel.region import AXIS, enter_together
 from rayzero.parallel.stream import SequenceStream, Stream, WholeStream
 
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -67,7 +69,7 @@ class Surgeon:
             case Style.COLUMN if next(target.parameters(), None) is None:
                 self._masks.attach(target)
             case Style.COLUMN:
-                self._cut_column(_expect(target, nn.Linear, name, style), name)
+                self._cut_column(target, name)
             case Style.ROW:
                 linear = _expect(target, nn.Linear, name, style)
                 weight = self.cutter.cut(linear, "weight", dim=1, name=name)
@@ -77,12 +79,16 @@ class Surgeon:
             case Style.SEQUENCE:
                 self._share(target, name)
 
-    def _cut_column(self, linear: nn.Linear, name: str) -> None:
-        ranks, num_heads = self._stream.comm.size(AXIS), heads_of(name, self._heads)
+    def _cut_column(self, linear: nn.Module, name: str) -> None:
+        comm = self._stream.comm
+        ranks, num_heads = comm.size(AXIS), heads_of(name, self._heads)
+        if not isinstance(linear, nn.Linear):
+            self._share_weights(linear, partial(enter_together, comm=comm), name)
+            return
         if num_heads is None or num_heads % ranks == 0:
             self._cut_outputs(linear, name)
         elif ranks % num_heads == 0:
-            layer = WholeHeads(linear, num_heads, self._stream.comm, name)
+            layer = WholeHeads(linear, num_heads, comm, name)
             self._replace(name, layer)
             self._entry(name).add(layer)
         else:
@@ -92,7 +98,7 @@ class Surgeon:
             )
 
     def _entry(self, name: str) -> SharedEntry:
-        unit = name.rpartition(".")[0] or name
+        unit = unit_of_entry(name)
         return self._entries.setdefault(unit, SharedEntry(self._stream, unit))
 
     def _cut_outputs(self, linear: nn.Linear, name: str, *, pads: bool = False) -> None:
@@ -138,12 +144,15 @@ class Surgeon:
         if next(target.parameters(), None) is None:
             self._masks.attach(target)
             return
+        self._share_weights(target, stream.shared, name)
+
+    def _share_weights(self, target: nn.Module, share: Share, name: str) -> None:
         if any("." in key for key, _ in target.named_parameters()):
             raise ConfigError(
-                f"the tensor-parallel plan gives {name} the style sequence, which is for a module "
-                f"with weights of its own alone; name the modules inside it, or set replicate"
+                f"the tensor-parallel plan names {name}, a {type(target).__name__} whose weights "
+                "are in modules inside it; name those, or leave it out"
             )
-        self._replace(name, SharedWeights(target, stream, name))
+        self._replace(name, SharedWeights(target, share, name))
 
     def _replace(self, name: str, layer: nn.Module) -> None:
         self._module.set_submodule(name, layer)

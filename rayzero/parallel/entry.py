@@ -42,3 +42,8 @@ class SharedEntry:
         self._entered = entered if self._num_left else None
         self._seen = weakref.ref(x) if self._num_left else None
         return entered
+
+
+def unit_of_entry(name: str) -> str:
+    """Name the entry of a linear: the module around it, or itself where that is the model."""
+    return name.rpartition(".")[0] or name

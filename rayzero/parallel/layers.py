@@ -3,6 +3,8 @@
 B batch, T tokens, I and O a linear's inputs and outputs, D hidden, V vocabulary.
 """
 
+from typing import Protocol
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -10,6 +12,13 @@ from torch.func import functional_call
 from rayzero.dist.comm import Communicator
 from rayzero.parallel.region import AXIS, enter_together
 from rayzero.parallel.stream import Stream
+
+
+class Share(Protocol):
+    """Return the parameters such that their gradients are summed over the ranks."""
+
+    def __call__(self, parameters: tuple[Tensor, ...], *, unit: str) -> tuple[Tensor, ...]:
+        """Name the transfer by its unit."""
 
 
 class RowLinear(nn.Module):
@@ -84,21 +93,21 @@ class VocabEmbedding(nn.Module):
 
 
 class SharedWeights(nn.Module):
-    """A module, such as a norm, with whole weights that it uses on this rank's tokens alone."""
+    """A module, such as a norm, whose whole weights meet this rank's tokens or heads alone."""
 
-    def __init__(self, inner: nn.Module, stream: Stream, unit: str) -> None:
+    def __init__(self, inner: nn.Module, share: Share, unit: str) -> None:
         super().__init__()
         for key, parameter in inner.named_parameters():
             self.register_parameter(key, parameter)
         # In a tuple, as it is no child: its parameters are this module's.
         self._inner = (inner,)
-        self._stream = stream
+        self._share = share
         self._unit = unit
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return what the module returns for these tokens."""
+        """Return what the module returns for its part."""
         named = dict(self.named_parameters())
-        shared = self._stream.shared(tuple(named.values()), self._unit)
+        shared = self._share(tuple(named.values()), unit=self._unit)
         result: Tensor = functional_call(
             self._inner[0], dict(zip(named, shared, strict=True)), (x_BTD,)
         )

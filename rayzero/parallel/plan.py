@@ -1,31 +1,12 @@
 """A plan says how each layer is cut: patterns of module names, in order, and a style for each."""
 
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from fnmatch import fnmatchcase
 
 from torch import nn
 
+from rayzero.config.parallel import Style
 from rayzero.errors import ConfigError
-
-
-class Style(Enum):
-    """What tensor parallelism does with one module."""
-
-    COLUMN = "column"
-    """Linear: each rank computes a block of the outputs. Without weights (an attention core): it
-    works on what column-cut linears left, so its random numbers are the rank's own."""
-    ROW = "row"
-    """Linear: each rank has a block of the inputs; the outputs are summed."""
-    VOCAB = "vocab"
-    """Each rank holds a block of the vocabulary. Embedding: the outputs are summed. Linear: column,
-    its logits stay split. Cross-entropy: takes split logits."""
-    SEQUENCE = "sequence"
-    """Between the split parts: replicated, but with parallel.sequence each rank has its own tokens
-    here. Parameters sum their gradients; an embedding's output is cut; masks are the rank's own."""
-    REPLICATE = "replicate"
-    """Every rank holds and computes all of it; so does what no pattern names."""
-
 
 Plan = Mapping[str, Style]
 """fnmatch patterns of module names; the first that matches counts."""

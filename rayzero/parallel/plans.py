@@ -1,7 +1,8 @@
 """The plan of our own transformer: Megatron's cuts (Shoeybi et al., arXiv:1909.08053)."""
 
 from rayzero.config.model import Flavour, ModelConfig
-from rayzero.parallel.plan import Heads, Plan, Style
+from rayzero.config.parallel import Style
+from rayzero.parallel.plan import Heads, Plan
 
 
 def transformer_plan(config: ModelConfig) -> Plan:

@@ -40,11 +40,11 @@ def leave(partial: Tensor, comm: Communicator, unit: str) -> Tensor:
 
 
 def enter_together(
-    tensors: tuple[Tensor, ...], comm: Communicator, unit: str
+    parameters: tuple[Tensor, ...], comm: Communicator, unit: str
 ) -> tuple[Tensor, ...]:
-    """Pass tensors on; sum the gradients of all of them in one all-reduce."""
+    """Pass parameters on; sum the gradients of all of them in one all-reduce."""
     entered: tuple[Tensor, ...] = _EnterTogether.apply(  # type: ignore[no-untyped-call]
-        comm, unit, *tensors
+        comm, unit, *parameters
     )
     return entered
 
@@ -101,7 +101,7 @@ class _EnterTogether(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         summed = torch.cat([grad.flatten() for grad in grads])
         ctx.comm.all_reduce(summed, axis=AXIS, unit=ctx.unit)
-        parts = summed.split([grad.numel() for grad in grads])
+        parts = torch.split(summed, [grad.numel() for grad in grads])
         return (None, None, *(p.view(g.shape) for p, g in zip(parts, grads, strict=True)))
 
 
@@ -164,4 +164,5 @@ def _by_rank(whole_BTD: Tensor, comm: Communicator, unit: str) -> Tensor:
             f"parallel.sequence=true: parallel.tp={ranks} does not divide the {num_tokens} tokens "
             f"that {unit} has; allowed for so many tokens: {allowed}"
         )
-    return whole_BTD.unflatten(-2, (ranks, num_tokens // ranks)).movedim(-3, 0)
+    *batch, _, hidden = whole_BTD.shape
+    return whole_BTD.reshape(*batch, ranks, num_tokens // ranks, hidden).movedim(-3, 0)

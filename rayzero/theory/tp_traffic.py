@@ -8,26 +8,39 @@ in backward (Korthikanti et al., arXiv:2205.05198, section 4.2.2), and parameter
 hold whole sum their gradients.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rayzero.config.cell import CellConfig
 from rayzero.config.model import Checkpointing, Flavour
 from rayzero.layout import volume
+from rayzero.layout.crossing import Crossing
 from rayzero.layout.dtypes import ITEMSIZE
 from rayzero.records import Phase, Transfer
 from rayzero.theory.question import Question
 
 
+def plan_transfers(
+    crossings: Sequence[Crossing], config: CellConfig, question: Question, micro_steps: int
+) -> tuple[Transfer, ...]:
+    """List the tp transfers of a step of any module that was cut by a plan."""
+    parts = _micro_step(config, question, micro_steps)
+    return tuple(parts.crossed(crossing) for crossing in crossings) * micro_steps
+
+
 def tp_transfers(config: CellConfig, question: Question, micro_steps: int) -> tuple[Transfer, ...]:
     """List the tp transfers of a step of our transformer."""
-    if question.tp == 1 or config.model.factory is not None:
+    if question.tp == 1:
         return ()
-    dp = question.shards * (1 if question.stage == 0 else question.replicate)
-    micro_batch = config.data.global_batch // dp // micro_steps
-    parts = MicroStep(config, question, tokens=micro_batch * config.data.seq_len)
+    parts = _micro_step(config, question, micro_steps)
     stream = parts.sequence_stream() if config.parallel.sequence else parts.whole_stream()
     return (*stream, *parts.loss()) * micro_steps
+
+
+def _micro_step(config: CellConfig, question: Question, micro_steps: int) -> "MicroStep":
+    dp = question.shards * (1 if question.stage == 0 else question.replicate)
+    micro_batch = config.data.global_batch // dp // micro_steps
+    return MicroStep(config, question, tokens=micro_batch * config.data.seq_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +96,17 @@ class MicroStep:
 
     def loss(self) -> Iterator[Transfer]:
         """Two small all-reduces of the cross-entropy over a split vocabulary."""
-        exact = self._dtype if self._dtype == "fp64" else "fp32"
         sums = 3 if self.config.model.label_smoothing else 2
         for unit, numbers in (("loss.max", 1), ("loss.sum", sums)):
             elements = numbers * self.tokens
-            yield self._transfer("all_reduce", unit, Phase.FORWARD, elements, exact)
+            yield self._transfer("all_reduce", unit, Phase.FORWARD, elements, self._exact)
+
+    def crossed(self, crossing: Crossing) -> Transfer:
+        """All-reduce of a crossing."""
+        phase = Phase.BACKWARD if crossing.in_backward else Phase.FORWARD
+        elements = crossing.elements * (self.tokens if crossing.per_token else 1)
+        dtype = self._exact if crossing.exact else self._dtype
+        return self._transfer("all_reduce", crossing.unit, phase, elements, dtype)
 
     def _both(self, ops: tuple[str, str], unit: str) -> Iterator[Transfer]:
         yield self._stream(ops[0], unit, Phase.FORWARD)
@@ -139,6 +158,10 @@ class MicroStep:
     @property
     def _dtype(self) -> str:
         return self.config.precision.params.value
+
+    @property
+    def _exact(self) -> str:
+        return self._dtype if self._dtype == "fp64" else "fp32"
 
     @property
     def _is_gpt2(self) -> bool:

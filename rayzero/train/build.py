@@ -28,6 +28,7 @@ from rayzero.parallel.apply import apply
 from rayzero.parallel.plans import transformer_heads, transformer_plan
 from rayzero.parallel.start import draw_local
 from rayzero.train.factory import build_model
+from rayzero.train.tensor_plan import plan_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +85,9 @@ def build_engine_on(
 
 
 def build_module(config: CellConfig, comm: Communicator) -> Model:
-    """Build our transformer on meta and cut it over tp, or call the user's factory."""
+    """Build our transformer on meta, or call the user's factory, and cut it over tp."""
     if config.model.factory is not None:
-        if comm.size("tp") > 1:
-            raise ConfigError(
-                f"parallel.tp={comm.size('tp')} needs a tensor-parallel plan, and a model.factory "
-                "has none; set parallel.tp=1"
-            )
-        return Model(module=build_model(config.model), tensor_parallel={}, initialize=None)
+        return _cut_factory(config, comm)
     with torch.device("meta"):
         module = Transformer(config.model)
     plan, sequence = transformer_plan(config.model), config.parallel.sequence
@@ -99,6 +95,19 @@ def build_module(config: CellConfig, comm: Communicator) -> Model:
     table = apply(module, plan, comm, heads=heads, sequence=sequence)
     initialize = partial(draw_local, Weights(config.model, config.run.seed))
     return Model(module=module, tensor_parallel=table, initialize=initialize)
+
+
+def _cut_factory(config: CellConfig, comm: Communicator) -> Model:
+    """Build the user's model whole, with rank 0's values on all ranks of a tp group, and cut it."""
+    module = build_model(config.model)
+    if comm.size("tp") == 1:
+        return Model(module=module, tensor_parallel={}, initialize=None)
+    plan = plan_of(config, module)
+    for name, parameter in module.named_parameters():
+        if not parameter.is_meta:
+            comm.broadcast(parameter.detach(), axis="tp", unit=name)
+    table = apply(module, plan.styles, comm, heads=plan.heads)
+    return Model(module=module, tensor_parallel=table, initialize=None)
 
 
 def optimizer_factory(config: OptimizerConfig) -> Callable[..., torch.optim.Optimizer]:

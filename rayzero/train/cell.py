@@ -156,7 +156,7 @@ def _report(
         rank=seat.rank,
         node=seat.node,
         device=seat.device,
-        num_params=num_params(config, engine.module),
+        num_params=num_params(config, engine),
         steps=tuple(samples),
         holdings=holdings,
         formula=formula.holdings,

@@ -21,13 +21,12 @@ from rayzero.errors import ConfigError
 from rayzero.layout.spec import ParamSpec, Span
 from rayzero.records import DryRunReport, Holdings, MemoryPoint, Phase
 from rayzero.theory.memory import holdings_of
-from rayzero.theory.tp_traffic import tp_transfers
 from rayzero.theory.traffic import step_transfers
 from rayzero.train.build import build_communicator, build_engine_on
 from rayzero.train.cell import make_trainer
 from rayzero.train.data import Batch, Data, load_data
 from rayzero.train.module_watch import ModuleWatch
-from rayzero.train.theory import num_params, question_for
+from rayzero.train.theory import num_params, question_for, tp_transfers_for
 from rayzero.train.timeline import Place, timeline_of
 
 CPU = torch.device("cpu")
@@ -77,11 +76,11 @@ class Rehearsal:
         question = question_for(config, engine, self._world, rank)
         micro_steps = self._batching.accumulation
         formula = step_transfers(question, backwards=micro_steps, reductions=1)
-        formula += tp_transfers(config, question, micro_steps)
+        formula += tp_transfers_for(config, engine, question, micro_steps)
         return DryRunReport(
             rank=rank,
             world=self._world,
-            num_params=num_params(config, engine.module),
+            num_params=num_params(config, engine),
             after_init=after_init,
             after_backward=after_backward,
             after_step=engine.holdings(),

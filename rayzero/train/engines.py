@@ -18,10 +18,9 @@ from rayzero.dist.comm import Communicator
 from rayzero.engine import ZeroEngine
 from rayzero.records import Holdings, Transfer
 from rayzero.theory.memory import holdings_of
-from rayzero.theory.tp_traffic import tp_transfers
 from rayzero.theory.traffic import step_transfers
 from rayzero.train.build import build_engine_on
-from rayzero.train.theory import question_for
+from rayzero.train.theory import question_for, tp_transfers_for
 
 AnyEngine = ZeroEngine | PeerEngine
 BuildEngine = Callable[[CellConfig, Communicator, torch.device], AnyEngine]
@@ -72,5 +71,5 @@ def formula_for(config: CellConfig, engine: AnyEngine, *, world: int, rank: int)
     transfers = step_transfers(question, backwards=micro_steps, reductions=1)
     return Formula(
         holdings=holdings_of(question),
-        transfers=transfers + tp_transfers(config, question, micro_steps),
+        transfers=transfers + tp_transfers_for(config, engine, question, micro_steps),
     )
