@@ -1,9 +1,11 @@
 """One cell: see that it fits, have the ranks run it, and make their reports one record."""
 
 import time
+import warnings
 from collections.abc import Callable
 
 from rayzero.cluster.gang import Gang, open_gang
+from rayzero.cluster.placement import PlacementNotice, warning_of
 from rayzero.cluster.seating import Seating
 from rayzero.cluster.session import Session, open_session
 from rayzero.cluster.tasks import (
@@ -58,6 +60,9 @@ class CellRunner:
         if refusal:
             row = planned_row(config, seating.world, status=Status.IMPOSSIBLE, reason=refusal)
             return record_of(config, row, started_unix_s=started_unix_s)
+        warning = warning_of(seating, config)
+        if warning:
+            warnings.warn(warning, PlacementNotice, stacklevel=2)
         try:
             gang = self._gang_for(config, session)
             start_s = time.monotonic()

@@ -55,7 +55,7 @@ class Gang:
         self.session = session
         self.seating = session.seat(cell.cluster)
         self.environment = rank_environment(cell.cluster, self.seating, session)
-        self.warning = warning_of(self.seating, cell.parallel.tp)
+        self.warning = warning_of(self.seating, cell)
         self._tp_inside = self.seating.keeps_inside(cell.parallel.tp)
         self._config = cell.cluster
         self._generation = 0

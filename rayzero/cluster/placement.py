@@ -7,6 +7,7 @@ names its node by the node's pin, so every node gets its share of the ranks.
 import math
 import time
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import ray
@@ -18,10 +19,18 @@ from ray.util.placement_group import (
 
 from rayzero.cluster.inventory import Node
 from rayzero.cluster.seating import Seating
+from rayzero.config.cell import CellConfig
+from rayzero.config.checks import divisors
 from rayzero.config.cluster import Device
 from rayzero.errors import ClusterError
+from rayzero.train.theory import tp_sent_bytes
 
 REMOVAL_S = 5.0
+MB, GB = 1e6, 1e9
+
+
+class PlacementNotice(UserWarning):
+    """A placement that works and costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +59,30 @@ def bundles_of(seating: Seating, tp: int) -> tuple[Bundle, ...]:
     )
 
 
-def warning_of(seating: Seating, tp: int) -> str:
-    """Say what a tp degree costs that does not fit in a node; empty where it does."""
+def warning_of(seating: Seating, cell: CellConfig) -> str:
+    """Say what a tp degree costs that does not fit in a node; empty where it does.
+
+    Of what a rank sends on the axis tp, the part that goes to ranks of other nodes, for pairs of
+    ranks that exchange alike; the time is that of a node's ranks on the node's link, alone on it.
+    """
+    tp = cell.parallel.tp
     if seating.keeps_inside(tp):
         return ""
-    return (
-        f"parallel.tp={tp} does not fit in nodes of {seating.ranks_per_node} ranks: "
-        "tensor-parallel traffic crosses the network"
+    allowed = ", ".join(map(str, divisors(seating.ranks_per_node)))
+    text = (
+        f"parallel.tp={tp} does not fit in nodes of {seating.ranks_per_node} ranks (these do: "
+        f"{allowed}): tensor-parallel traffic crosses the network"
     )
+    if cell.model.factory is not None:
+        return text
+    together = math.gcd(seating.ranks_per_node, tp)
+    crossing = Fraction(tp - together, tp - 1) * tp_sent_bytes(cell, seating.world)
+    text += f", {float(crossing) / MB:.4g} MB of a rank in each step"
+    link_GBps = cell.cluster.hardware.inter_node_GBps
+    if link_GBps is None:
+        return f"{text}; its time is known where cluster.hardware.inter_node_GBps is given"
+    seconds = float(crossing) * seating.ranks_per_node / (link_GBps * GB)
+    return f"{text}: at least {seconds:.3g} s per step at {link_GBps:g} GB/s between nodes"
 
 
 def resources_of(node: Node, num_ranks: int, device: Device) -> dict[str, float]:

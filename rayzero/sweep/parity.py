@@ -29,11 +29,16 @@ def with_parity(records: Sequence[CellRecord]) -> list[CellRecord]:
 
 
 def same_training(config: Mapping[str, object]) -> str:
-    """Return a key that is equal for cells whose losses must agree."""
+    """Return a key that is equal for cells whose losses must agree.
+
+    Dropout's masks depend on who computes what, so with it only stages are compared.
+    """
     model, data, run = (_group(config, name) for name in ("model", "data", "run"))
+    draws = bool(model.get("dropout"))
     asked = {
         "model": model,
-        "data": {key: value for key, value in data.items() if key != "micro_batch"},
+        "data": {key: value for key, value in data.items() if draws or key != "micro_batch"},
+        "masks": config["parallel"] if draws else None,
         "optimizer": config["optimizer"],
         "precision": config["precision"],
         "seed": run["seed"],

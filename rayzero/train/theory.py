@@ -14,6 +14,7 @@ from rayzero.records import Transfer
 from rayzero.theory.question import Question, optimizer_shape, question_of
 from rayzero.theory.shapes import shape_of
 from rayzero.theory.tp_traffic import plan_transfers, tp_transfers
+from rayzero.theory.traffic import sent_bytes
 from rayzero.train.tensor_plan import plan_of
 
 
@@ -55,6 +56,12 @@ def tp_transfers_for(
     plan = plan_of(config, engine.module)
     crossings = crossings_of(engine.module, plan.styles)
     return plan_transfers(crossings, config, question, micro_steps)
+
+
+def tp_sent_bytes(config: CellConfig, world: int) -> int:
+    """Return what rank 0 sends on the axis tp in a step of our transformer."""
+    question = question_of(config, world=world, rank=0, pairwise=False)
+    return sent_bytes(tp_transfers(config, question, config.batching(world).accumulation))
 
 
 def _uses(found: Mapping[str, int]) -> dict[str, int]:

@@ -9,7 +9,11 @@ from rayzero.cluster.placement import bundles_of, resources_of, warning_of
 from rayzero.cluster.rank import Whereabouts
 from rayzero.cluster.roster import check_distinct, rank_order
 from rayzero.cluster.seating import seat
-from rayzero.config.cluster import ClusterConfig, ClusterKind, Device
+from rayzero.config.cell import CellConfig
+from rayzero.config.cluster import ClusterConfig, ClusterKind, Device, HardwareConfig
+from rayzero.config.data import DataConfig
+from rayzero.config.model import ModelConfig
+from rayzero.config.parallel import ParallelConfig
 from rayzero.errors import ClusterError
 
 
@@ -46,6 +50,15 @@ def process(name: str, gpu_id: str, uuid: str = "") -> Whereabouts:
         gpu_id=gpu_id,
         visible="",
         uuid=uuid,
+    )
+
+
+def cell(tp: int, **hardware: float) -> CellConfig:
+    return CellConfig(
+        model=ModelConfig(num_layers=1, hidden=64),
+        data=DataConfig(global_batch=4, seq_len=16),
+        parallel=ParallelConfig(tp=tp),
+        cluster=ClusterConfig(hardware=HardwareConfig(**hardware)),
     )
 
 
@@ -123,13 +136,27 @@ def test_a_tensor_parallel_group_is_one_bundle() -> None:
         ("b", 2),
         ("b", 2),
     ]
-    assert warning_of(seating, 4) == ""
+    assert warning_of(seating, cell(4)) == ""
 
 
 def test_a_group_larger_than_a_node_is_cut_with_a_warning() -> None:
     seating = seat(many_nodes(2, ranks_per_node=2), inventory(node("a"), node("b")))
     assert [b.num_ranks for b in bundles_of(seating, 4)] == [2, 2]
-    assert "parallel.tp=4" in warning_of(seating, 4)
+    text = warning_of(seating, cell(4))
+    assert "parallel.tp=4 does not fit in nodes of 2 ranks (these do: 1, 2)" in text
+
+
+def test_the_warning_shows_what_the_network_carries() -> None:
+    """4 ranks, 2 on each node: of 3 peers 2 are elsewhere. One layer, b s h = 4 x 16 x 64.
+
+    Activations: 2 forward and 2 backward per layer, embedding and output layer; 1.5 times each in
+    fp32. The loss: 1.5 x 3 numbers per token.
+    """
+    seating = seat(many_nodes(2, ranks_per_node=2), inventory(node("a"), node("b")))
+    sent = 1.5 * 4 * (6 * 4 * 16 * 64 + 3 * 4 * 16)
+    text = warning_of(seating, cell(4, inter_node_GBps=0.001))
+    assert f"{sent * 2 / 3 / 1e6:.4g} MB of a rank in each step" in text
+    assert f"at least {2 * sent * 2 / 3 / 1e6:.3g} s per step at 0.001 GB/s" in text
 
 
 def test_cpu_ranks_need_no_gpu_and_no_core() -> None:

@@ -59,6 +59,7 @@ def export_transformer(
 def test_a_plain_module_loads_an_export_strictly(
     ranks: Pools, tmp_path: Path, layout: Layout
 ) -> None:
+    """T15. At tp 2 the vocabulary of 27 has a row of padding, which no file holds."""
     weights = ranks(layout.world)(export_transformer, layout, tmp_path / "e", 4000)[0]
     files = sorted(path.name for path in (tmp_path / "e").glob("*.safetensors"))
     assert len(files) > 2

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -89,6 +90,14 @@ def test_cells_of_another_precision_or_data_are_not_compared() -> None:
 def test_micro_batches_do_not_change_what_is_trained() -> None:
     one, other = cell_record(), cell_record(data__micro_batch=2)
     assert same_training(one.config) == same_training(other.config)
+
+
+def test_with_dropout_only_cells_whose_ranks_draw_the_same_masks_are_compared() -> None:
+    def key(**changes: Any) -> str:
+        return same_training(cell_record(model__dropout=0.1, **changes).config)
+
+    assert key() == key(stage=3)
+    assert len({key(), key(tp=2), key(data__micro_batch=2)}) == 3
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])

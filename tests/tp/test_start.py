@@ -49,6 +49,7 @@ def start_from_meta(context: RankContext, name: str) -> Values:
 def test_joined_shards_are_bit_equal_to_the_whole_parameter(
     ranks: Pools, tp: int, name: str
 ) -> None:
+    """T06: so weights are as wide as those of the whole parameter, at any tp."""
     by_rank = ranks(tp)(start_from_meta, name)
     initializer = Initializer(MODELS[name], 3)
     for key, (first, values) in by_rank[0].items():

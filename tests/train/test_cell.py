@@ -2,14 +2,17 @@
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rayzero.config.build import build
 from rayzero.config.cell import CellConfig
 from rayzero.dist.process import Seat
+from rayzero.errors import DataError
 from rayzero.records import Progress, RankReport
 from rayzero.train.cell import run_rank
 from tests.ranks import Pools, RankContext
@@ -140,6 +143,38 @@ def test_hybrid_sharding_equals_theory_and_full_sharding(ranks: Pools, tp: int) 
 def test_theory_holds_with_persistent_parameters(ranks: Pools, elements: int) -> None:
     config = config_of(zero={"stage": 3, "persistence_elements": elements}, parallel={"tp": 2})
     check_theory([report for report, _ in ranks(4)(run, config)])
+
+
+class DataByRank:
+    """A user's mistake: each rank of the world reads sequences of its own."""
+
+    fingerprint = "the same everywhere"
+
+    def batch(self, step: int, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(100 * step + torch.distributed.get_rank())
+        tokens = torch.randint(256, (len(positions), 17), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    validation = None
+
+
+def data_by_rank() -> DataByRank:
+    return DataByRank()
+
+
+def refused(ctx: RankContext, config: CellConfig) -> str:
+    with pytest.raises(DataError) as caught:
+        run(ctx, config)
+    return str(caught.value)
+
+
+def test_other_sequences_inside_a_tp_group_are_refused(ranks: Pools) -> None:
+    """T11."""
+    config = config_of(
+        data={"kind": "factory", "factory": f"{__name__}:data_by_rank"}, parallel={"tp": 2}
+    )
+    for message in ranks(4)(refused, config):
+        assert "tensor-parallel group got different sequences" in message
 
 
 def test_a_rank_leaves_signs_of_life_and_finds_its_peak(ranks: Pools) -> None:

@@ -98,7 +98,7 @@ class Part(nn.Module):
 
 
 def plain() -> Plain:
-    """Build the user's model; each rank draws other values, as a careless user's would."""
+    """Build the user's model."""
     return Plain()
 
 
@@ -128,6 +128,30 @@ def test_a_users_model_is_cut_by_the_configs_plan(ranks: Pools) -> None:
     whole = [report for report, _ in ranks(2)(run, users_cell(1, {}))]
     losses, wanted = ([s.loss for s in r[0].steps] for r in (reports, whole))
     assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+def blocks_of_one_draw(context: RankContext) -> dict[str, tuple[int | None, torch.Tensor]]:
+    """Build the model on ranks that draw other values; return (cut dim, value) of each part."""
+    torch.manual_seed(context.rank)
+    comm = Communicator(context.mesh(tp=context.world))
+    model = build_module(users_cell(2, PLAN), comm)
+    comm.close()
+    cut = model.tensor_parallel
+    return {
+        name: (cut[name].dim if name in cut else None, parameter.detach())
+        for name, parameter in model.module.named_parameters()
+    }
+
+
+def test_ranks_that_draw_other_values_get_blocks_of_rank_0s(ranks: Pools) -> None:
+    """T05, T06: the whole model is what rank 0 drew, at any tp."""
+    first, second = ranks(2)(blocks_of_one_draw)
+    torch.manual_seed(0)
+    for name, whole in Plain().named_parameters():
+        dim, block = first[name]
+        joined = block if dim is None else torch.cat((block, second[name][1]), dim)
+        assert torch.equal(joined, whole.detach()), name
+        assert dim is not None or torch.equal(block, second[name][1]), name
 
 
 def refusal(context: RankContext, config: CellConfig) -> str:
