@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rayzero.records import CellRecord, Status
+from rayzero.report.break_even import break_even_sentence
 from rayzero.report.reconcile import Match, memory_match, traffic_match
 from rayzero.report.units import both, with_unit
 
@@ -39,11 +40,12 @@ def where_it_differs(match: Match) -> str:
 
 
 def sentences(records: Sequence[CellRecord]) -> list[str]:
-    """Return the findings, a sentence each: outcome, fastest, leanest, parity, theory."""
+    """Return the findings: outcome, fastest, leanest, break-even, parity and theory."""
     said = [
         _outcome(records),
         _fastest_sentence(records),
         _leanest_sentence(records),
+        break_even_sentence(records),
         _parity_sentence(records),
         _theory_sentence(records),
     ]
