@@ -3,11 +3,11 @@
 B batch, T tokens, I and O a linear's inputs and outputs, D hidden, V vocabulary.
 """
 
+import copy
 from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from rayzero.dist.comm import Communicator
 from rayzero.parallel.region import AXIS, enter_together
@@ -99,18 +99,23 @@ class SharedWeights(nn.Module):
         super().__init__()
         for key, parameter in inner.named_parameters():
             self.register_parameter(key, parameter)
-        # In a tuple, as it is no child: its parameters are this module's.
-        self._inner = (inner,)
+        # In a tuple, as it is no child; without parameters, so that attributes can stand for them.
+        shadow = copy.copy(inner)
+        shadow._parameters = {k: p for k, p in inner._parameters.items() if p is None}
+        self._inner = (shadow,)
         self._share = share
         self._unit = unit
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Return what the module returns for its part."""
-        named = dict(self.named_parameters())
+        named, (inner,) = dict(self.named_parameters()), self._inner
         shared = self._share(tuple(named.values()), unit=self._unit)
-        result: Tensor = functional_call(
-            self._inner[0], dict(zip(named, shared, strict=True)), (x_BTD,)
-        )
+        try:
+            vars(inner).update(zip(named, shared, strict=True))
+            result: Tensor = inner.forward(x_BTD)
+        finally:
+            for key in named:
+                vars(inner).pop(key, None)
         return result
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -46,6 +47,37 @@ def test_a_layer_sends_two_all_reduces_forward_and_two_backward(ranks: Pools, na
     expected["loss.sum", Phase.FORWARD, sums * BATCH_TOKENS] += 1
     expected["output", Phase.BACKWARD, stream] += 1
     for counted in ranks(2)(all_reduces, name, "none"):
+        assert counted == expected
+
+
+def ops_of_layers(context: RankContext, name: str) -> Counter:
+    """Count (op, phase) of whole activations inside the blocks, with sequence parallelism."""
+    config = MODELS[name]
+    comm = Communicator(context.mesh(tp=context.world))
+    model, _ = cut_model(config, torch.float32, comm, sequence=True)
+    comm.ledger.begin_window()
+    with comm.ledger.during(Phase.FORWARD):
+        loss = model(*batch_of(config))
+    with comm.ledger.during(Phase.BACKWARD):
+        loss.backward()
+    transfers = comm.ledger.transfers
+    comm.close()
+    stream = BATCH_TOKENS * config.hidden
+    assert {t.op for t in transfers} == {"all_gather", "reduce_scatter", "all_reduce"}
+    assert all(t.elements < stream for t in transfers if t.op == "all_reduce")
+    inside = [t for t in transfers if t.unit.startswith("blocks.") and t.elements == stream]
+    return Counter((t.op, t.phase) for t in inside)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_with_sequence_parallelism_a_layer_has_4_gathers_and_4_reduce_scatters(
+    ranks: Pools, name: str
+) -> None:
+    """Korthikanti et al.: two of each forward, two of each backward; no send, no receive."""
+    layers = MODELS[name].num_layers
+    pairs = product(("all_gather", "reduce_scatter"), (Phase.FORWARD, Phase.BACKWARD))
+    expected = Counter(dict.fromkeys(pairs, 2 * layers))
+    for counted in ranks(2)(ops_of_layers, name):
         assert counted == expected
 
 

@@ -93,7 +93,8 @@ def test_theory_holds_with_every_way_to_cut(
         zero={"stage": stage, "bucket_elements": 20_000},
         model=model,
         parallel={"tp": tp, "sequence": sequence},
-        data={"micro_batch": tp},
+        data={"micro_batch": tp if stage > 1 else 3 * tp},
+        run={"probe": stage < 2},
         optimizer={"max_grad_norm": 0.5},
     )
     reports = [report for report, _ in ranks(4)(run, config)]
@@ -102,6 +103,8 @@ def test_theory_holds_with_every_way_to_cut(
     assert all([s.grad_norm for s in r.steps] == norms for r in reports)
     if stage < 3:
         assert len({r.weights_checksum for r in reports}) == tp
+    if stage < 2:
+        assert all(r.peak_bytes and r.peak_bytes > r.holdings.bytes_of() for r in reports)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "paper"])
