@@ -1,5 +1,6 @@
 """Put an engine's parts together: flats over the module, a stage, an optimizer, starting values."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -7,20 +8,22 @@ import torch
 from torch import nn
 
 from rayzero.dist.comm import Communicator
+from rayzero.dist.fake import is_without_values
 from rayzero.engine import build
 from rayzero.engine.arrivals import Arrivals
 from rayzero.engine.flats import Flat
-from rayzero.engine.optimizer import FlatOptimizer, OptimizerFactory
+from rayzero.engine.optimizer import PLACES, FlatOptimizer, OptimizerFactory
 from rayzero.engine.options import OffloadOptions, PrecisionOptions, ZeroOptions
 from rayzero.engine.replicated import Replicated
+from rayzero.engine.shelf import AnyShelf, Shelf, SizesShelf
 from rayzero.engine.stage import Stage, StageParts, data_axis
-from rayzero.engine.values import Initializer, Values, off_meta, settle_buffers
+from rayzero.engine.values import Initializer, Original, Values, off_meta, settle_buffers
 from rayzero.engine.zero1 import Zero1
 from rayzero.engine.zero2 import Zero2
 from rayzero.engine.zero3 import Zero3
 from rayzero.errors import ConfigError
 from rayzero.layout.plan import offloaded
-from rayzero.layout.spec import Span, TpShard
+from rayzero.layout.spec import FlatLayout, Span, TpShard
 
 STAGES = (Replicated, Zero1, Zero2, Zero3)
 
@@ -52,6 +55,8 @@ class Assembly:
     stage: Stage
     arrivals: Arrivals
     optimizer: FlatOptimizer
+    shelf: AnyShelf
+    """The files of what is offloaded to disk."""
     unit_uses: Mapping[str, int]
     """How many modules use each unit in one forward (stage 3)."""
     staging: list[torch.Tensor] = field(default_factory=list)
@@ -59,33 +64,46 @@ class Assembly:
 
 
 def assemble(module: nn.Module, comm: Communicator, choices: Choices) -> Assembly:
-    """Take the module over: its parameters become views into flats, with rank 0's values."""
+    """Take the module over: its parameters become views into flats, with rank 0's values.
+
+    Where that fails, on a full disk for instance, the module is left as it was.
+    """
     _check_offload(choices)
+    with contextlib.ExitStack() as undo:
+        original = Original(module)
+        undo.callback(original.give_back)
+        assembly = _assemble(original, comm, choices, undo)
+        undo.pop_all()
+    return assembly
+
+
+def _assemble(
+    original: Original, comm: Communicator, choices: Choices, undo: contextlib.ExitStack
+) -> Assembly:
+    module = original.module
+    shelf = _shelf(choices.offload)
+    undo.callback(shelf.close)
     device = _device(comm.device_type)
-    given = off_meta(module, device)
+    off_meta(module, device)
     parameters = dict(module.named_parameters())
     groups = build.read_groups(parameters, choices.param_groups)
-    zero, precision = choices.zero, choices.precision
+    zero = choices.zero
     units = build.stage_units(module, zero)
-    cut = choices.tensor_parallel
-    specs = build.specs_of(
-        parameters, groups, precision=precision, units=units, tensor_parallel=cut
-    )
-    # The values in hand outlive the parameters, which are about to point into flats.
-    held = {n: nn.Parameter(p.detach(), requires_grad=False) for n, p in given.items()}
-    values = Values(module, held, comm=comm, initialize=choices.initialize, seed=choices.seed)
+    values = Values(original, comm=comm, initialize=choices.initialize, seed=choices.seed)
     axis = data_axis(zero.stage, comm)
     flats = build.make_flats(
-        build.plan(specs, zero, shards=comm.size(axis)),
+        _layouts(parameters, groups, units, choices, comm.size(axis)),
         parameters,
-        precision=precision,
+        precision=choices.precision,
+        zero=zero,
         shard_index=comm.rank(axis),
-        sharded=zero.stage == 3,
-        on_host=choices.offload.params == "host",
+        home=PLACES[choices.offload.params],
+        shelf=shelf,
         device=device,
     )
     trained = [flat for flat in flats if flat.layout.trained]
     arrivals = Arrivals(trained, by_count=zero.stage < 3)
+    undo.callback(arrivals.close)
     parts = StageParts(
         module=module,
         flats=flats,
@@ -99,6 +117,7 @@ def assemble(module: nn.Module, comm: Communicator, choices: Choices) -> Assembl
         is_away=_is_away(trained, choices.offload),
     )
     stage = STAGES[zero.stage](parts)
+    undo.callback(stage.close)
     assembly = Assembly(
         module=module,
         comm=comm,
@@ -109,13 +128,31 @@ def assemble(module: nn.Module, comm: Communicator, choices: Choices) -> Assembl
         stage=stage,
         arrivals=arrivals,
         optimizer=FlatOptimizer(
-            choices.optimizer, groups.settings, trained, stage.part, choices.offload
+            choices.optimizer, groups.settings, trained, stage.part, choices.offload, shelf
         ),
+        shelf=shelf,
         unit_uses=build.count_uses(module, units, flats),
     )
     _start_values(assembly, values, axis)
     settle_buffers(module, comm, device)
     return assembly
+
+
+def _layouts(
+    parameters: Mapping[str, nn.Parameter],
+    groups: build.Groups,
+    units: Sequence[str],
+    choices: Choices,
+    shards: int,
+) -> tuple[FlatLayout, ...]:
+    specs = build.specs_of(
+        parameters,
+        groups,
+        precision=choices.precision,
+        units=units,
+        tensor_parallel=choices.tensor_parallel,
+    )
+    return build.plan(specs, choices.zero, shards=shards)
 
 
 def _check_offload(choices: Choices) -> None:
@@ -124,6 +161,14 @@ def _check_offload(choices: Choices) -> None:
             f"offload.params={choices.offload.params} needs zero.stage=3, found "
             f"{choices.zero.stage}: only stage 3 shards parameters"
         )
+
+
+def _shelf(offload: OffloadOptions) -> AnyShelf:
+    """Make the folder for files; there is none where tensors have no values, or all stay."""
+    if "disk" not in (offload.optimizer, offload.params) or is_without_values(torch.empty(0)):
+        return SizesShelf()
+    assert offload.folder is not None, "OffloadOptions asks for a folder"
+    return Shelf(offload.folder)
 
 
 def _is_away(trained: Sequence[Flat], offload: OffloadOptions) -> Callable[[Flat], bool]:
@@ -141,6 +186,7 @@ def _start_values(parts: Assembly, values: Values, axis: str) -> None:
             span = flat.layout.shard(flat.shard_index) if is_shard else whole
             drawn = values.of_span(flat, span)
             part.copy_(drawn)
+            flat.store()
             if flat.layout.trained and parts.optimizer.has_copy(flat):
                 parts.optimizer.write_master(flat, drawn)
             if is_shard and not flat.sharded:

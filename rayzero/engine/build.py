@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from rayzero.dist.dtypes import NAMES
-from rayzero.engine.flats import Flat
+from rayzero.dist.dtypes import BY_NAME, NAMES
+from rayzero.engine.flats import Flat, to_host
 from rayzero.engine.options import PrecisionOptions, ZeroOptions
 from rayzero.engine.partition import find_units, own_parameters, unit_of
+from rayzero.engine.shelf import AnyShelf, StagedFile
 from rayzero.errors import ConfigError
 from rayzero.layout.dtypes import dtypes_of
 from rayzero.layout.plan import plan_buckets, plan_units
 from rayzero.layout.spec import FlatLayout, ParamSpec, TpShard
+from rayzero.records import Where
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 GroupsFactory = Callable[[NamedParameters], Sequence[Mapping[str, Any]]]
@@ -93,12 +95,16 @@ def make_flats(
     parameters: dict[str, nn.Parameter],
     *,
     precision: PrecisionOptions,
+    zero: ZeroOptions,
     shard_index: int,
-    sharded: bool,
-    on_host: bool,
+    home: Where,
+    shelf: AnyShelf,
     device: torch.device,
 ) -> list[Flat]:
-    """Give each layout its memory and point the parameters at it."""
+    """Give each layout its memory and point the parameters at it. home: of the sharded ones."""
+    cut = [layout for layout in layouts if zero.stage == 3 and not layout.persistent]
+    sharded = {layout.index for layout in cut}
+    files = parameter_files(shelf, cut) if home is Where.DISK else {}
     return [
         Flat(
             layout,
@@ -111,11 +117,32 @@ def make_flats(
             ),
             shard_index=shard_index,
             device=device,
-            sharded=sharded and not layout.persistent,
-            on_host=on_host and sharded and not layout.persistent,
+            sharded=layout.index in sharded,
+            where=home if layout.index in sharded else Where.DEVICE,
+            file=files.get(layout.index),
         )
         for layout in layouts
     ]
+
+
+def parameter_files(shelf: AnyShelf, layouts: Sequence[FlatLayout]) -> dict[int, StagedFile]:
+    """Reserve a file for the shard of each flat; those of one dtype share a staging buffer."""
+    dtypes = {layout.dtype for layout in layouts}
+    buffers = {
+        name: to_host(
+            torch.zeros(
+                max(f.shard_elements for f in layouts if f.dtype == name), dtype=BY_NAME[name]
+            )
+        )
+        for name in dtypes
+    }
+    files = {}
+    for layout in layouts:
+        buffer = buffers[layout.dtype][: layout.shard_elements]
+        file = StagedFile(shelf=shelf, name=f"{layout.index}.parameters", buffer=buffer)
+        shelf.reserve(file.name, buffer.numel() * buffer.itemsize)
+        files[layout.index] = file
+    return files
 
 
 def stage_units(module: nn.Module, zero: ZeroOptions) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rayzero.engine.flats import to_host
-from rayzero.engine.shelf import Shelf, SizesShelf
+from rayzero.engine.shelf import AnyShelf
 from rayzero.records import Kind
 
 MASTER = "master"
@@ -21,21 +21,28 @@ MASTER = "master"
 
 @dataclass(slots=True)
 class DiskFlat:
-    """One flat's target parameter, empty between uses, and the optimizer's state for it."""
+    """One flat's target parameter, empty between uses, and the optimizer's state for it.
+
+    shared_master: the file of the parameters, where they are what the optimizer updates.
+    """
 
     index: int
     target: nn.Parameter
     elements: int
     state: dict[str, Any]
     moments: Sequence[str]
+    shared_master: str | None
     has_moments: bool = False
 
     def files(self) -> list[str]:
-        """Names of its files: the master and each moment."""
-        return [self.file(key) for key in (MASTER, *self.moments)]
+        """Names of the files that are its own: the master and each moment."""
+        shared = self.shared_master is not None
+        return [self.file(key) for key in (MASTER, *self.moments) if key != MASTER or not shared]
 
     def file(self, key: str) -> str:
         """Name the file of the master or of one moment."""
+        if key == MASTER and self.shared_master is not None:
+            return self.shared_master
         return f"{self.index}.{key}"
 
 
@@ -49,7 +56,7 @@ class StagingSet:
 class DiskStates:
     """The flats whose states are on disk."""
 
-    def __init__(self, shelf: Shelf | SizesShelf, flats: Sequence[DiskFlat]) -> None:
+    def __init__(self, shelf: AnyShelf, flats: Sequence[DiskFlat]) -> None:
         self._shelf = shelf
         self._flats = flats
         self._longest = max((flat.elements for flat in flats), default=0)
@@ -102,15 +109,12 @@ class DiskStates:
         """List the files that hold values: kind, index of the flat, bytes of an element."""
         found = []
         for flat in self._flats:
-            found.append((Kind.MASTER, flat.index, flat.target.itemsize))
+            if flat.shared_master is None:
+                found.append((Kind.MASTER, flat.index, flat.target.itemsize))
             if flat.has_moments:
                 moment = (Kind.MOMENTS, flat.index, flat.target.itemsize)
                 found += [moment] * len(flat.moments)
         return found
-
-    def close(self) -> None:
-        """Remove the files."""
-        self._shelf.close()
 
     def _buffer(self, place: int, key: str) -> torch.Tensor:
         flat, buffers = self._flats[place], self._sets[place % 2].buffers

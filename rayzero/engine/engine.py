@@ -225,11 +225,11 @@ class ZeroEngine:
         return f"{sum(sums) % 2**64:016x}" if sums else ""
 
     def close(self) -> None:
-        """Take the hooks off the module. At stage 3 its parameters stay sharded."""
+        """Take the hooks off the module, remove files. At stage 3 parameters stay sharded."""
         self._checkpoints.close()
         self._parts.arrivals.close()
         self._stage.close()
-        self._parts.optimizer.close()
+        self._parts.shelf.close()
         self.comm.close()
 
     def __enter__(self) -> "ZeroEngine":

@@ -7,8 +7,10 @@ from torch import nn
 
 from rayzero.dist.dtypes import BY_NAME
 from rayzero.engine.sharded_parameter import sharded_class
+from rayzero.engine.shelf import StagedFile
 from rayzero.layout.dtypes import FlatDtypes
 from rayzero.layout.spec import FlatLayout
+from rayzero.records import Where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,8 @@ class Flat:
     `whole` holds all parameters of the flat, padded; `shard` this rank's part of it. Where
     parameters stay whole (stages 0-2) shard is a view of whole; where they are sharded (stage 3) it
     is a tensor of its own, on the host if it is offloaded, and the storage of whole has no bytes
-    between uses.
+    between uses. With a file it is a buffer that flats share: `fetch` before reading, `store` after
+    writing.
     """
 
     def __init__(
@@ -40,7 +43,8 @@ class Flat:
         shard_index: int,
         device: torch.device,
         sharded: bool,
-        on_host: bool = False,
+        where: Where = Where.DEVICE,
+        file: StagedFile | None = None,
     ) -> None:
         self.layout = layout
         self.dtypes = dtypes
@@ -50,10 +54,13 @@ class Flat:
         self.whole = torch.zeros(layout.padded, dtype=dtype, device=device)
         span = layout.shard(shard_index)
         own = self.whole[span.start : span.stop]
-        self.shard = torch.zeros_like(own) if sharded else own
-        self.is_on_host = on_host
-        if on_host:
-            self.shard = to_host(self.shard)
+        self.where = where
+        self.file = file
+        if file is not None:
+            self.shard = file.buffer
+        else:
+            self.shard = torch.zeros_like(own) if sharded else own
+            self.shard = to_host(self.shard) if where is Where.HOST else self.shard
         self.members = [
             _member(slot.spec.name, parameters[slot.spec.name]) for slot in layout.slots
         ]
@@ -74,6 +81,17 @@ class Flat:
         """Return this rank's shard of a buffer of this flat's length."""
         span = self.layout.shard(self.shard_index)
         return buffer[span.start : span.stop]
+
+    def fetch(self) -> torch.Tensor:
+        """Return the shard with its values; one from a file is valid until the next fetch."""
+        if self.file is not None:
+            self.file.fetch()
+        return self.shard
+
+    def store(self) -> None:
+        """Write the shard to its file, if it has one."""
+        if self.file is not None:
+            self.file.store()
 
     def make_whole(self) -> None:
         """Point the parameters at `whole`; give it bytes first if it has none."""

@@ -17,8 +17,10 @@ def held_tensors(parts: Assembly) -> Iterator[HeldTensor]:
     """Yield every tensor the engine holds between calls: kind, place, its flat if any, tensor."""
     device = Where.DEVICE
     for flat in parts.flats:
-        place = Where.HOST if flat.is_on_host else device
-        yield Kind.PARAMETERS, place, flat, flat.shard if flat.sharded else flat.whole
+        if flat.file is not None:
+            yield Kind.STAGING, Where.HOST, None, flat.file.buffer
+        else:
+            yield Kind.PARAMETERS, flat.where, flat, flat.shard if flat.sharded else flat.whole
         if flat.sharded:
             yield Kind.GATHERED, device, None, flat.whole
             yield Kind.COUNTERS, device, None, flat.placeholder
@@ -53,8 +55,9 @@ def count(parts: Assembly) -> Holdings:
     for kind, where, flat, tensor in held_tensors(parts):
         padding = _padding(flat, tensor.numel()) * tensor.itemsize if flat else 0
         census.count(kind, where, tensor, padding_bytes=padding)
-    for kind, flat, itemsize in parts.optimizer.disk_files():
-        elements = parts.stage.part(flat).numel()
+    shards = [(Kind.PARAMETERS, f, f.shard.itemsize) for f in parts.flats if f.file is not None]
+    for kind, flat, itemsize in [*shards, *parts.optimizer.disk_files()]:
+        elements = flat.shard.numel() if flat.sharded else parts.stage.part(flat).numel()
         padding = _padding(flat, elements) * itemsize
         census.add(kind, Where.DISK, elements * itemsize, padding_bytes=padding)
     return census.holdings()

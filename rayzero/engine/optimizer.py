@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from rayzero.dist.dtypes import BY_NAME
-from rayzero.dist.fake import is_without_values, with_values
+from rayzero.dist.fake import with_values
 from rayzero.engine.disk_states import MASTER, DiskFlat, DiskStates
 from rayzero.engine.flats import Flat, to_host
 from rayzero.engine.options import OffloadOptions
-from rayzero.engine.shelf import Shelf, SizesShelf
+from rayzero.engine.shelf import AnyShelf
 from rayzero.errors import ConfigError, EngineError
 from rayzero.layout.plan import offloaded
 from rayzero.records import Kind, Where
@@ -25,7 +25,7 @@ class FlatOptimizer:
     """One torch optimizer whose tensors are this rank's part of each trained flat.
 
     `part` cuts from a flat what this rank updates: its shard, or at stage 0 the whole. A flat has a
-    copy for the optimizer where the master is wider or the states are offloaded.
+    copy for the optimizer where the master is wider or the states live elsewhere than the part.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class FlatOptimizer:
         flats: Sequence[Flat],
         part: Callable[[Flat], torch.Tensor],
         offload: OffloadOptions,
+        shelf: AnyShelf,
     ) -> None:
         moments = probe_moments(factory)
         self._flats = flats
@@ -50,7 +51,8 @@ class FlatOptimizer:
             groups[flat.layout.group]["params"].append(target)
         self.torch_optimizer = factory(groups)
         self.torch_optimizer.register_step_pre_hook(self._refuse_outside_step)
-        self._disk = self._make_disk(moments) if offload.optimizer == "disk" else None
+        on_disk = offload.optimizer == "disk"
+        self._disk = DiskStates(shelf, self._disk_flats(moments)) if on_disk else None
 
     def target(self, flat: Flat) -> nn.Parameter:
         """Return the tensor that torch's optimizer updates for a flat."""
@@ -58,8 +60,7 @@ class FlatOptimizer:
 
     def has_copy(self, flat: Flat) -> bool:
         """Whether the optimizer updates a copy of the flat's part."""
-        home = "host" if flat.is_on_host else "none"
-        return flat.dtypes.has_master or self._place(flat) != home
+        return flat.dtypes.has_master or self.where(flat) is not flat.where
 
     def where(self, flat: Flat) -> Where:
         """Return where a flat's master and moments live."""
@@ -149,37 +150,31 @@ class FlatOptimizer:
         files = self._disk.files() if self._disk is not None else []
         return [(kind, self._flats[self._positions[i]], size) for kind, i, size in files]
 
-    def close(self) -> None:
-        """Remove the files of states on disk."""
-        if self._disk is not None:
-            self._disk.close()
-
     def _make_target(self, flat: Flat) -> nn.Parameter:
         part = self._part(flat)
+        dtype = BY_NAME[flat.dtypes.master]
+        if self._on_disk(flat):
+            # It has no elements but while it is staged.
+            return nn.Parameter(torch.zeros(0, dtype=dtype))
         if not self.has_copy(flat):
             return nn.Parameter(part)
-        dtype = BY_NAME[flat.dtypes.master]
         if flat.layout.index not in self._away:
-            return nn.Parameter(torch.zeros_like(part, dtype=dtype))
-        # On disk it has no elements but while it is staged.
-        elements = 0 if self._on_disk(flat) else part.numel()
-        return nn.Parameter(to_host(torch.zeros(elements, dtype=dtype)))
+            return nn.Parameter(flat.whole.new_zeros(part.numel(), dtype=dtype))
+        return nn.Parameter(to_host(torch.zeros(part.numel(), dtype=dtype)))
 
-    def _make_disk(self, moments: Sequence[str]) -> DiskStates:
-        away = [f for f in self._flats if f.layout.index in self._away]
-        flats = [
+    def _disk_flats(self, moments: Sequence[str]) -> list[DiskFlat]:
+        return [
             DiskFlat(
                 index=flat.layout.index,
                 target=self.target(flat),
                 elements=self._part(flat).numel(),
                 state=self.torch_optimizer.state[self.target(flat)],
                 moments=tuple(moments),
+                shared_master=None if self.has_copy(flat) or flat.file is None else flat.file.name,
             )
-            for flat in away
+            for flat in self._flats
+            if flat.layout.index in self._away
         ]
-        assert self._offload.folder is not None
-        has_values = not any(is_without_values(flat.target) for flat in flats)
-        return DiskStates(Shelf(self._offload.folder) if has_values else SizesShelf(), flats)
 
     def _place(self, flat: Flat) -> str:
         return self._offload.optimizer if flat.layout.index in self._away else "none"
@@ -206,12 +201,15 @@ class FlatOptimizer:
         for position in positions:
             flat = self._flats[position]
             if self.has_copy(flat):
-                self._part(flat).copy_(self._targets[position].data, non_blocking=True)
+                blocks = flat.file is not None
+                self._part(flat).copy_(self._targets[position].data, non_blocking=not blocks)
+                flat.store()
 
     def _adopt_writes(self, flat: Flat) -> None:
         # Elements that still are their master's rounding keep the master's precision.
         master = self.target(flat).data
         if self.has_copy(flat):
+            flat.fetch()
             part = self._part(flat).to(master.device)
             master.copy_(torch.where(part == master.to(part.dtype), master, part.to(master.dtype)))
         self._num_writes[self._positions[flat.layout.index]] = flat.num_writes

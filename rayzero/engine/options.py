@@ -73,7 +73,10 @@ class OffloadOptions:
     """Which states leave the device: "none", "host" or "disk" (files in `folder`).
 
     optimizer: masters and moments, with the shards of gradients in host memory (stages 2 and 3).
-    params: shards of parameters between uses (stage 3). fraction: of the optimizer's states.
+    params: shards of parameters between uses (stage 3); on disk they are read into one staging
+        buffer when their unit is gathered, and written after the step.
+    fraction: of the optimizer's states. What optimizer and params send to the same place is updated
+        there, without a second copy, where master and parameters have one dtype.
     """
 
     optimizer: str = "none"
@@ -90,7 +93,3 @@ class OffloadOptions:
             raise ConfigError("offload to disk needs offload.folder, a folder with room for it")
         if not 0.0 <= self.fraction <= 1.0:
             raise ConfigError(f"offload.fraction={self.fraction} is outside 0 to 1")
-        if self.params == "disk":
-            raise NotBuiltYetError(
-                "offload.params=disk is not built yet; set offload.params=host or none"
-            )

@@ -8,8 +8,9 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,9 @@ import numpy.typing as npt
 import torch
 
 from rayzero.errors import OffloadError
+
+Move = Callable[[int, list[memoryview], int], int]
+"""os.preadv or os.pwritev: handle, buffers, offset; returns bytes moved."""
 
 
 class Shelf:
@@ -37,9 +41,9 @@ class Shelf:
 
     def reserve(self, name: str, num_bytes: int) -> None:
         """Make a file of this size; raise OffloadError where the disk has no room for it."""
-        handle = os.open(self._folder / name, os.O_RDWR | os.O_CREAT)
-        self._files[name], self._sizes[name] = handle, num_bytes
+        self._sizes[name] = num_bytes
         try:
+            handle = self._files[name] = os.open(self._folder / name, os.O_RDWR | os.O_CREAT)
             if num_bytes:
                 os.posix_fallocate(handle, 0, num_bytes)
         except OSError as error:
@@ -52,11 +56,11 @@ class Shelf:
 
     def read(self, name: str, into: torch.Tensor) -> "Future[None]":
         """Fill a tensor from its file, after everything asked for earlier."""
-        return self._worker.submit(self._move, os.preadv, name, into)
+        return self._submit(os.preadv, name, into)
 
     def write(self, name: str, values: torch.Tensor) -> "Future[None]":
         """Write a tensor to its file, after everything asked for earlier."""
-        return self._worker.submit(self._move, os.pwritev, name, values)
+        return self._submit(os.pwritev, name, values)
 
     def close(self) -> None:
         """Remove the files."""
@@ -67,12 +71,21 @@ class Shelf:
         """Bytes of each file."""
         return dict(self._sizes)
 
-    def _move(self, call: object, name: str, tensor: torch.Tensor) -> None:
-        assert callable(call)
-        handle = self._files[name]
+    def _submit(self, call: Move, name: str, tensor: torch.Tensor) -> "Future[None]":
+        if not self._cleanup.alive:
+            raise OffloadError(
+                f"{self._folder / name} was removed when the engine was closed; read weights and "
+                "save before engine.close()"
+            )
+        return self._worker.submit(self._move, call, name, tensor)
+
+    def _move(self, call: Move, name: str, tensor: torch.Tensor) -> None:
         done = 0
         for piece in _pieces(tensor):
-            moved = call(handle, [piece], done)
+            try:
+                moved = call(self._files[name], [piece], done)
+            except OSError as error:
+                raise OffloadError(f"{self._folder / name}: {error.strerror} at {done}") from error
             if moved != piece.nbytes:
                 raise OffloadError(
                     f"{self._folder / name}: {moved} of {piece.nbytes} bytes were moved at "
@@ -101,6 +114,26 @@ class SizesShelf:
 
     def close(self) -> None:
         """There are no files."""
+
+
+AnyShelf = Shelf | SizesShelf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedFile:
+    """A file, and the buffer in memory that it is read into and written from."""
+
+    shelf: AnyShelf
+    name: str
+    buffer: torch.Tensor
+
+    def fetch(self) -> None:
+        """Read the file into the buffer."""
+        self.shelf.read(self.name, self.buffer).result()
+
+    def store(self) -> None:
+        """Write the buffer to the file."""
+        self.shelf.write(self.name, self.buffer).result()
 
 
 PIECE_BYTES = 1 << 28

@@ -52,7 +52,8 @@ class Unit:
             return
         for flat in self.flats:
             flat.allocate()
-            flat.own(flat.whole).copy_(flat.shard, non_blocking=True)
+            # From a file the shard is in a buffer that the next flat needs.
+            flat.own(flat.whole).copy_(flat.fetch(), non_blocking=flat.file is None)
             self._handles.append(
                 self._comm.all_gather(flat.whole, axis="shard", unit=flat.layout.name)
             )

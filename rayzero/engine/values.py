@@ -18,20 +18,44 @@ Initializer = Callable[[ParamSpec, Span], torch.Tensor]
 """Values of elements [start, stop) of the flattened local parameter, 1-d."""
 
 
+class Original:
+    """A module's parameters and their values before an engine takes it over."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.values = {name: p.detach() for name, p in module.named_parameters()}
+        """By the first name of each parameter."""
+        self._classes = {p: type(p) for p in module.parameters()}
+        self._slots = [
+            (owner._parameters, key, parameter)
+            for owner in module.modules()
+            for key, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+
+    def give_back(self) -> None:
+        """Let the module have them again."""
+        for parameters, key, parameter in self._slots:
+            parameters[key] = parameter
+        for parameter, its_class in self._classes.items():
+            parameter.__class__ = its_class
+        for name, parameter in self.module.named_parameters():
+            parameter.data = self.values[name]
+
+
 class Values:
     """Starting values by parameter name; each flat asks for its own."""
 
     def __init__(
         self,
-        module: nn.Module,
-        given: dict[str, nn.Parameter],
+        original: Original,
         *,
         comm: Communicator,
         initialize: Initializer | None,
         seed: int,
     ) -> None:
-        self._module = module
-        self._given = given
+        self._module = original.module
+        self._given = original.values
         self._comm = comm
         self._initialize = initialize
         self._seed = seed
@@ -70,7 +94,7 @@ class Values:
     def _value(self, name: str) -> torch.Tensor:
         given = self._given[name]
         if not given.is_meta:
-            return given.detach()
+            return given
         owner, _, leaf = name.rpartition(".")
         return dict(self._reset(owner).named_parameters(recurse=False))[leaf].detach()
 
@@ -93,25 +117,23 @@ class Values:
         return leaf
 
 
-def off_meta(module: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
-    """Put a parameter without values in the place of each parameter on meta; return those put out.
+def off_meta(module: nn.Module, device: torch.device) -> None:
+    """Put a parameter without values in the place of each parameter on meta.
 
     A parameter that several modules share stays shared.
     """
-    given = dict(module.named_parameters())
     replaced = {
         id(p): nn.Parameter(
             torch.zeros((), dtype=p.dtype, device=device).expand(p.shape),
             requires_grad=p.requires_grad,
         )
-        for p in given.values()
+        for p in module.parameters()
         if p.is_meta
     }
     for owner in module.modules():
         for key, parameter in owner._parameters.items():
             if parameter is not None and id(parameter) in replaced:
                 owner._parameters[key] = replaced[id(parameter)]
-    return given
 
 
 def settle_buffers(module: nn.Module, comm: Communicator, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Full tensors from the shards of all ranks: to read, and to write back."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -15,13 +15,13 @@ from rayzero.layout.spec import TpShard
 
 def full_weights(parts: Assembly, *, keep: bool) -> dict[str, torch.Tensor]:
     """Return the module's full state by its own names where keep, else an empty dict."""
-    pairs = [(flat, flat.shard if flat.sharded else flat.whole) for flat in parts.flats]
+    pairs = ((flat, flat.fetch() if flat.sharded else flat.whole) for flat in parts.flats)
     tensors = full_tensors(pairs, parts.comm, keep=keep)
     return _by_module_names(parts.module, tensors) if keep else {}
 
 
 def full_tensors(
-    pairs: Sequence[tuple[Flat, torch.Tensor]], comm: Communicator, *, keep: bool
+    pairs: Iterable[tuple[Flat, torch.Tensor]], comm: Communicator, *, keep: bool
 ) -> dict[str, torch.Tensor]:
     """Gather (flat, own shard or whole) over the shard and tp axes, one flat at a time.
 
@@ -89,6 +89,7 @@ def _take_over(parts: Assembly, flat: Flat, writer_rank: int) -> None:
     parts.comm.broadcast(flat.whole, axis="replicate", unit=flat.layout.name)
     if flat.sharded:
         flat.shard.copy_(flat.own(flat.whole))
+        flat.store()
     if flat.layout.trained:
         parts.optimizer.adopt_writes(flat)
 

@@ -8,7 +8,6 @@ stage 3 (4+K) Psi/N (Rajbhandari et al., arXiv:1910.02054, section 5 and figure 
 from collections.abc import Iterable, Iterator
 
 from rayzero.config.cell import CellConfig
-from rayzero.config.zero import Place
 from rayzero.layout.dtypes import ITEMSIZE
 from rayzero.layout.spec import FlatLayout
 from rayzero.layout.volume import scratch_elements
@@ -28,16 +27,25 @@ def holdings_of(
     lines.append(Held(kind=Kind.MODULE_BUFFERS, num_bytes=question.buffers_bytes))
     if after_backward:
         lines.append(Held(kind=Kind.BUCKETS, num_bytes=bucket_bytes(question)))
-    if after_step:
-        staging = staging_bytes(question)
-        lines.append(Held(kind=Kind.STAGING, where=Where.HOST, num_bytes=staging))
+    staging = parameter_staging_bytes(question) + (staging_bytes(question) if after_step else 0)
+    lines.append(Held(kind=Kind.STAGING, where=Where.HOST, num_bytes=staging))
     return _merged(lines)
 
 
-def staging_bytes(question: Question) -> int:
-    """Bytes of the two sets of buffers between disk and memory, which flats use in turn.
+def parameter_staging_bytes(question: Question) -> int:
+    """Bytes between disk and memory for parameters: in each dtype the longest shard on disk."""
+    longest: dict[str, int] = {}
+    for flat in question.layouts:
+        if question.home(flat) is Where.DISK:
+            longest[flat.dtype] = max(longest.get(flat.dtype, 0), flat.shard_elements)
+    return sum(elements * ITEMSIZE[dtype] for dtype, elements in longest.items())
 
-    A set has room for the longest master and its moments, in each dtype that it meets.
+
+def staging_bytes(question: Question) -> int:
+    """Bytes of the two sets of buffers between disk and memory for the optimizer's states.
+
+    Flats use them in turn. A set has room for the longest master and its moments, in each dtype
+    that it meets.
     """
     q = question
     on_disk = [flat for flat in q.trained if q.where(flat) is Where.DISK]
@@ -78,8 +86,7 @@ def cell_state_bytes(config: CellConfig, world: int) -> int:
 def _parameters(question: Question) -> Iterator[Held]:
     for flat in question.layouts:
         is_sharded = question.is_sharded(flat)
-        away = is_sharded and question.offload.params is Place.HOST
-        place = Where.HOST if away else Where.DEVICE
+        place = question.home(flat)
         yield _held(Kind.PARAMETERS, place, question, flat, flat.dtype, is_sharded)
         if is_sharded:
             # One scalar, which the flat's parameters show while they are sharded.

@@ -89,11 +89,13 @@ class Question:
         away = offloaded(self.trained, place.value, self.offload.fraction)
         return PLACES[place] if flat.index in away else Where.DEVICE
 
+    def home(self, flat: FlatLayout) -> Where:
+        """Where a flat's parameters live between uses."""
+        return PLACES[self.offload.params] if self.is_sharded(flat) else Where.DEVICE
+
     def has_copy(self, flat: FlatLayout) -> bool:
         """Whether the optimizer updates a copy of the flat's parameters."""
-        is_away = self.is_sharded(flat) and self.offload.params is Place.HOST
-        home = Where.HOST if is_away else Where.DEVICE
-        return self.dtypes(flat).has_master or self.where(flat) is not home
+        return self.dtypes(flat).has_master or self.where(flat) is not self.home(flat)
 
     def uses_of(self, unit: str) -> int:
         """How many modules use a unit in one forward."""

@@ -12,15 +12,16 @@ from torch import nn
 
 from rayzero.dist.process import return_freed_pages
 from rayzero.engine import OffloadOptions, PrecisionOptions, ZeroEngine, ZeroOptions
-from rayzero.errors import ConfigError, OffloadError
+from rayzero.engine.state.export import read_export
+from rayzero.errors import ConfigError
 from rayzero.records import Kind, Where
+from tests.engine.harness import error_of
 from tests.engine.reference import (
     ADAMW,
     Case,
     bit_equal,
     make_net,
     net_batch,
-    train_engine,
     two_groups,
 )
 from tests.ranks import Pools, RankContext
@@ -72,17 +73,121 @@ def test_offloaded_states_give_the_same_bits(
     assert not list(tmp_path.iterdir()), "files were left behind"
 
 
-def test_parameters_on_the_host_give_the_same_bits(ranks: Pools) -> None:
+@pytest.mark.parametrize(
+    ("place", "params"), [("host", "fp32"), ("disk", "fp32"), ("disk", "bf16")]
+)
+def test_parameters_away_give_the_same_bits(
+    ranks: Pools, tmp_path: Path, place: str, params: str
+) -> None:
     zero = ZeroOptions(stage=3, persistence_elements=6)
-    plain = ranks(3)(train_engine, CASE, zero)[0]["weights"]
-    for optimizer in ("none", "host"):
-        offload = OffloadOptions(optimizer=optimizer, params="host")
-        weights, _, holdings = ranks(3)(_train, zero, offload, "fp32")[0]
+    plain, norms, at_home = ranks(2)(_train, zero, OffloadOptions(), params)[0]
+    for optimizer, fraction in (("none", 1.0), ("host", 1.0), ("disk", 1.0), (place, 0.5)):
+        offload = OffloadOptions(
+            optimizer=optimizer, params=place, folder=str(tmp_path), fraction=fraction
+        )
+        weights, found, holdings = ranks(2)(_train, zero, offload, params)[0]
         assert bit_equal(weights, plain)
-        assert holdings.bytes_of(Kind.PARAMETERS, where=Where.HOST) > 0
-        # Where both live on the host the optimizer updates the shards themselves.
-        has_copy = holdings.bytes_of(Kind.MASTER) > 0
-        assert has_copy
+        assert found == norms
+        moved = holdings.bytes_of(Kind.PARAMETERS, where=Where(place))
+        small = holdings.bytes_of(Kind.PARAMETERS, where=Where.DEVICE)
+        assert moved + small == at_home.bytes_of(Kind.PARAMETERS)
+        assert moved > small > 0, "the small ones alone stay"
+    assert not list(tmp_path.iterdir()), "files were left behind"
+
+
+def test_what_is_updated_where_it_lives_needs_no_master(ranks: Pools, tmp_path: Path) -> None:
+    for place in ("host", "disk"):
+        offload = OffloadOptions(optimizer=place, params=place, folder=str(tmp_path))
+        _, _, holdings = ranks(2)(_train, ZeroOptions(stage=3), offload, "fp32")[0]
+        assert holdings.bytes_of(Kind.MASTER) == 0
+        assert holdings.bytes_of(Kind.PARAMETERS, where=Where(place)) > 0
+
+
+ON_DISK = ZeroOptions(stage=3, units=["blocks.1", "head"])
+
+
+def _written_into(ctx: RankContext, params: str, folder: str) -> list[Any]:
+    """Write frozen and trained weights, read them all, train on, and export."""
+    net = make_net()
+    net.blocks[0].requires_grad_(False)  # type: ignore[index, operator, union-attr]
+    offload = OffloadOptions(optimizer=params, params=params, folder=folder)
+    engine = ZeroEngine(net, optimizer=ADAMW, zero=ON_DISK, offload=offload, mesh=ctx.mesh())
+    seen = []
+    with engine:
+        for step in range(2):
+            with engine.gathered(engine.module, writer_rank=1), torch.no_grad():
+                for parameter in engine.module.parameters():
+                    parameter.mul_(1.25 + ctx.rank)
+            with engine.gathered(engine.module), torch.no_grad():
+                seen.append(float(sum(p.double().sum() for p in engine.module.parameters())))
+                net.norm.weight.zero_()  # type: ignore[operator, union-attr]
+            engine.backward(engine(*net_batch(step, ctx.rank)))
+            engine.step()
+            seen.append(engine.full_state_dict(all_ranks=True))
+        engine.export(Path(folder) / "export")
+        seen.append(read_export(Path(folder) / "export"))
+    return seen
+
+
+def test_weights_on_disk_are_written_read_and_exported_like_others(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    plain = ranks(2)(_written_into, "none", str(tmp_path / "a"))[0]
+    on_disk = ranks(2)(_written_into, "disk", str(tmp_path / "b"))[0]
+    for one, other in zip(plain, on_disk, strict=True):
+        assert one == other if isinstance(one, float) else bit_equal(one, other)
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["export"]
+
+
+def _used_after_close(ctx: RankContext, folder: str) -> str:
+    offload = OffloadOptions(params="disk", folder=folder)
+    with ZeroEngine(
+        make_net(), optimizer=ADAMW, zero=ON_DISK, offload=offload, mesh=ctx.mesh()
+    ) as engine:
+        pass
+    return error_of(engine.full_state_dict)
+
+
+def test_weights_whose_files_are_gone_are_not_made_up(ranks: Pools, tmp_path: Path) -> None:
+    for message in ranks(2)(_used_after_close, str(tmp_path)):
+        assert message.startswith("OffloadError")
+        assert "closed" in message
+
+
+def _refused(ctx: RankContext, folder: str, breaks: str) -> tuple[str, bool, int]:
+    """Fail to build an engine; return the error, whether the module is whole, its hooks."""
+    net = make_net()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+
+    def factory(groups: Any) -> torch.optim.Optimizer:
+        if breaks == "optimizer":
+            raise RuntimeError("no optimizer today")
+        return ADAMW(groups)
+
+    def build() -> None:
+        ZeroEngine(
+            net,
+            optimizer=factory,
+            zero=ZeroOptions(stage=3),
+            offload=OffloadOptions(optimizer="disk", params="disk", folder=folder),
+            mesh=ctx.mesh(),
+        )
+
+    error = error_of(build)
+    loss = net(*net_batch(0, 0))
+    loss.backward()
+    hooks = sum(len(m._forward_pre_hooks) for m in net.modules())
+    return error, bit_equal(before, dict(net.state_dict())), hooks
+
+
+def test_a_module_is_as_it_was_where_an_engine_could_not_be_built(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    for error, is_whole, hooks in ranks(2)(_refused, str(tmp_path), "optimizer"):
+        assert "no optimizer today" in error
+        assert is_whole
+        assert hooks == 0
+    assert not list(tmp_path.iterdir()), "files were left behind"
 
 
 def test_parameters_are_offloaded_at_stage_3_only(ranks: Pools) -> None:
@@ -91,28 +196,27 @@ def test_parameters_are_offloaded_at_stage_3_only(ranks: Pools) -> None:
 
 
 def test_disk_needs_a_folder() -> None:
-    with pytest.raises(ConfigError, match=r"offload\.folder"):
-        OffloadOptions(optimizer="disk")
+    for kind in ("optimizer", "params"):
+        with pytest.raises(ConfigError, match=r"offload\.folder"):
+            OffloadOptions(**{kind: "disk"})
 
 
-def _unwritable(ctx: RankContext, folder: str) -> str:
-    try:
-        _train(ctx, ZeroOptions(stage=1), OffloadOptions(optimizer="disk", folder=folder), "fp32")
-    except OffloadError as error:
-        return str(error)
-    return ""
-
-
-def test_a_full_disk_is_an_error_before_training(ranks: Pools, tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_before_training_and_loses_nothing(
+    ranks: Pools, tmp_path: Path
+) -> None:
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(tmp_path)], capture_output=True
     )
     if mounted.returncode:
         pytest.skip("mounting a small tmpfs needs root")
     try:
-        for message in ranks(2)(_unwritable, str(tmp_path)):
+        for message, is_whole, hooks in ranks(2)(_refused, str(tmp_path), "nothing else"):
+            assert message.startswith("OffloadError")
             assert "has no room" in message
             assert "offload.fraction" in message
+            assert is_whole
+            assert hooks == 0
+        assert not list(tmp_path.iterdir())
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
@@ -130,7 +234,7 @@ class Wide(nn.Module):
         return x.square().mean()
 
 
-def _peak_rss(ctx: RankContext, offload: OffloadOptions) -> tuple[int, int]:
+def _peak_rss(ctx: RankContext, stage: int, offload: OffloadOptions) -> tuple[int, int]:
     return_freed_pages(above_bytes=2**18)
     Path("/proc/self/clear_refs").write_text("5")
     with torch.device("meta"):
@@ -139,7 +243,7 @@ def _peak_rss(ctx: RankContext, offload: OffloadOptions) -> tuple[int, int]:
     engine = ZeroEngine(
         module,
         optimizer=ADAMW,
-        zero=ZeroOptions(stage=2, bucket_elements=2**19, overlap=False),
+        zero=ZeroOptions(stage=stage, bucket_elements=2**19, overlap=False),
         precision=PrecisionOptions(params="bf16", reduce="bf16", accumulate="bf16"),
         offload=offload,
         mesh=ctx.mesh(),
@@ -154,13 +258,19 @@ def _peak_rss(ctx: RankContext, offload: OffloadOptions) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_peak_memory_falls_by_what_is_on_disk(ranks: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "params", "per_parameter"),
+    [(2, "disk", "none", 12), (3, "none", "disk", 2)],
+)
+def test_peak_memory_falls_by_what_is_on_disk(
+    ranks: Pools, tmp_path: Path, stage: int, optimizer: str, params: str, per_parameter: int
+) -> None:
     pool = ranks(1)
     pool.close()
-    (plain, _) = pool(_peak_rss, OffloadOptions())[0]
+    (plain, _) = pool(_peak_rss, stage, OffloadOptions())[0]
     pool.close()
-    offload = OffloadOptions(optimizer="disk", folder=str(tmp_path))
-    (with_disk, on_disk) = pool(_peak_rss, offload)[0]
+    offload = OffloadOptions(optimizer=optimizer, params=params, folder=str(tmp_path))
+    (with_disk, on_disk) = pool(_peak_rss, stage, offload)[0]
     pool.close()
-    assert on_disk == 96 * 704**2 * 4 * 3
+    assert on_disk == 96 * 704**2 * per_parameter
     assert plain - with_disk >= 0.9 * on_disk

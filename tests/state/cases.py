@@ -45,6 +45,7 @@ class Layout:
     replicate: int = 1
     params: str = "fp32"
     offload: str = "none"
+    offload_params: str = "none"
 
 
 FP32 = PrecisionOptions()
@@ -53,6 +54,13 @@ FP32 = PrecisionOptions()
 def precision_of(layout: Layout) -> PrecisionOptions:
     """Return fp32 throughout, or narrow parameters with an fp32 master."""
     return FP32 if layout.params == "fp32" else PrecisionOptions(params=layout.params)
+
+
+def offload_of(layout: Layout) -> OffloadOptions:
+    """Return what the layout keeps away from the device."""
+    return OffloadOptions(
+        optimizer=layout.offload, params=layout.offload_params, folder=tempfile.gettempdir()
+    )
 
 
 def transformer_engine(
@@ -70,7 +78,7 @@ def transformer_engine(
         zero=ZeroOptions(stage=layout.stage, bucket_elements=2000),
         precision=precision_of(layout),
         mesh=comm,
-        offload=OffloadOptions(optimizer=layout.offload, folder=tempfile.gettempdir()),
+        offload=offload_of(layout),
         tensor_parallel=table,
         initialize=partial(draw_local, Initializer(config, seed)),
     )
@@ -86,6 +94,7 @@ def plain_engine(
         param_groups=two_groups,
         zero=ZeroOptions(stage=layout.stage, bucket_elements=100),
         precision=precision_of(layout),
+        offload=offload_of(layout),
         mesh=Communicator(ctx.mesh(replicate=layout.replicate)),
     )
 

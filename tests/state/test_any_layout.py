@@ -21,6 +21,8 @@ OFFLOADED = [
     (Layout(2, 4, replicate=2), Layout(3, 2, offload="host")),
     (Layout(3, 4, replicate=2), Layout(0, 4, replicate=2)),
     (Layout(0, 4, replicate=2), Layout(1, 1)),
+    (Layout(3, 2, offload="disk", offload_params="disk"), Layout(1, 3)),
+    (Layout(2, 3), Layout(3, 4, 2, offload_params="disk")),
 ]
 
 

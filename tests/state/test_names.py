@@ -35,6 +35,8 @@ def load_mixed(ctx: RankContext, layout: Layout, folder: Path) -> tuple[dict[str
         (Layout(3, 2, params="bf16"), Layout(1, 3, params="bf16")),
         (Layout(0, 3, params="bf16"), Layout(3, 4, params="bf16")),
         (Layout(2, 4, replicate=2), Layout(0, 4, replicate=2)),
+        (Layout(3, 2, params="bf16", offload_params="disk"), Layout(2, 2, params="bf16")),
+        (Layout(0, 2), Layout(3, 3, offload="disk", offload_params="disk")),
     ],
 )
 def test_frozen_weights_buffers_ties_and_settings_come_back(

@@ -201,13 +201,16 @@ def test_theory_holds_with_offload(ranks: Pools, tmp_path: Path, place: str) -> 
             check_theory([report for report, _ in ranks(4)(run, config)])
 
 
-def test_theory_holds_with_parameters_on_the_host(ranks: Pools) -> None:
-    for optimizer in ("none", "host"):
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_theory_holds_with_parameters_away(ranks: Pools, tmp_path: Path, place: str) -> None:
+    for optimizer, params in (("none", "fp32"), (place, "fp32"), (place, "bf16")):
         config = config_of(
             zero={"stage": 3, "persistence_elements": 64},
-            offload={"optimizer": optimizer, "params": "host"},
+            offload={"optimizer": optimizer, "params": place, "folder": str(tmp_path)},
+            precision={"params": params},
         )
         check_theory([report for report, _ in ranks(2)(run, config)])
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_peak_that_torch_cannot_trace_is_left_empty_and_costs_no_cell(ranks: Pools) -> None:

@@ -177,10 +177,15 @@ def test_bytes_on_the_host_are_not_in_the_devices_timeline() -> None:
 
 def test_states_on_disk_are_counted_without_a_file(tmp_path: Any) -> None:
     folder = tmp_path / "states"
-    config = config_of(zero={"stage": 3}, offload={"optimizer": "disk", "folder": str(folder)})
-    report = dry_run(config, world=4, rank=0, trace=False)
-    check_formula(report)
-    assert report.after_step.bytes_of(Kind.MOMENTS, where=Where.DISK)
+    for params in ("none", "disk"):
+        offload = {"optimizer": "disk", "params": params, "folder": str(folder)}
+        report = dry_run(
+            config_of(zero={"stage": 3}, offload=offload), world=4, rank=0, trace=False
+        )
+        check_formula(report)
+        assert report.after_step.bytes_of(Kind.MOMENTS, where=Where.DISK)
+        parameters = report.after_step.bytes_of(Kind.PARAMETERS, where=Where.DISK)
+        assert (parameters > 0) == (params == "disk")
     assert not folder.exists()
 
 

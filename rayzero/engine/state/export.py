@@ -182,7 +182,7 @@ def _gathered(parts: Assembly, mine: dict[str, Any]) -> Iterator[tuple[str, torc
 
 
 def _held(flat: Flat) -> torch.Tensor:
-    return flat.shard if flat.sharded else flat.whole
+    return flat.fetch() if flat.sharded else flat.whole
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:

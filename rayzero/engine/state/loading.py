@@ -96,25 +96,38 @@ def read_into(parts: Assembly, source: Source, match: Match) -> None:
     """Read this rank's part. Where that fails the trained weights become NaN: they are no one's."""
     away = {flat.layout.index for flat in on_disk(parts).values()}
     present = [flat for flat in parts.flats if flat.layout.index not in away]
-    targets = _targets(parts, present, source, match)
+    # What is loaded into the buffer that flats share is loaded alone.
+    alone = [flat for flat in present if flat.file is not None and not flat.layout.trained]
+    targets = _targets(parts, [f for f in present if f not in alone], source, match)
     for name, buffer in buffers_of(parts.module).items():
         if name in match.saved:
             add_whole(targets, key_of(WEIGHTS, match.saved[name]), buffer)
     try:
         _read_together(parts, targets, source)
+        for flat in alone:
+            flat.fetch()
+            _read_together(parts, _targets(parts, [flat], source, match), source)
+            flat.store()
         for flat in parts.optimizer.staged():
             _read_together(parts, _targets(parts, [flat], source, match), source)
-            parts.stage.part(flat).copy_(parts.optimizer.target(flat).data)
+            _round_from_master(parts, flat)
     except CheckpointError:
         for flat in parts.trained:
             parts.optimizer.target(flat).data.fill_(float("nan"))
             parts.stage.part(flat).fill_(float("nan"))
+            flat.store()
         _publish(parts)
         raise
     for flat in present:
-        if flat.layout.trained and parts.optimizer.has_copy(flat):
-            parts.stage.part(flat).copy_(parts.optimizer.target(flat).data)
+        if flat.layout.trained:
+            _round_from_master(parts, flat)
     _publish(parts)
+
+
+def _round_from_master(parts: Assembly, flat: Flat) -> None:
+    if parts.optimizer.has_copy(flat):
+        parts.stage.part(flat).copy_(parts.optimizer.target(flat).data)
+        flat.store()
 
 
 def restore_settings(parts: Assembly, source: Source, match: Match, loss_scale: LossScale) -> None:

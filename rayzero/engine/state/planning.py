@@ -41,6 +41,7 @@ class Run:
 
     tensor: torch.Tensor
     on_disk: Flat | None
+    kind: str = WEIGHTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,9 @@ def brought(parts: Assembly, plan: Plan) -> Iterator[torch.Tensor]:
     """Yield the tensors of a plan; those on disk share buffers and are read when asked for."""
     current: Flat | None = None
     for run in plan.runs:
-        if run.on_disk is not None and run.on_disk is not current:
+        if run.on_disk is not None and run.kind == WEIGHTS:
+            run.on_disk.fetch()
+        elif run.on_disk is not None and run.on_disk is not current:
             current = run.on_disk
             parts.optimizer.bring(current)
         yield run.tensor
@@ -162,9 +165,10 @@ def _own_runs(parts: Assembly) -> Iterator[Run]:
             continue
         own = flat.own(tensor) if tensor.numel() == flat.layout.padded else tensor
         span = written_span(flat.layout, flat.shard_index, comm.rank("tp"))
-        is_away = kind != WEIGHTS and parts.optimizer.where(flat) is Where.DISK
+        place = flat.where if kind == WEIGHTS else parts.optimizer.where(flat)
+        on_disk = flat if place is Where.DISK else None
         if span.elements:
-            yield Run(tensor=own[span.start : span.stop], on_disk=flat if is_away else None)
+            yield Run(tensor=own[span.start : span.stop], on_disk=on_disk, kind=kind)
     if comm.is_first:
         for buffer in buffers_of(parts.module).values():
             yield Run(tensor=buffer.detach(), on_disk=None)
