@@ -77,6 +77,16 @@ class StorageTrace(TorchDispatchMode, Generic[Place]):  # type: ignore[no-untype
         self._note(result)
         return result
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that all storages had at once."""
+        total = sum(self.at_start.values())
+        peak = total
+        for change in self.changes:
+            total += change.delta_bytes
+            peak = max(peak, total)
+        return peak
+
     def numbers_of(self, tensors: Iterable[torch.Tensor]) -> list[int | None]:
         """Return the number under which each tensor's storage was followed, None if it was not."""
         return [self._numbers.get(t.untyped_storage()._cdata) for t in tensors]

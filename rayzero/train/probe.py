@@ -1,34 +1,31 @@
 """Peaks of memory: of tensors in one probed step, and of the process' resident set."""
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 
-from rayzero.dist.memory_trace import peak_of_storages
+from rayzero.dist.storage_trace import StorageTrace
 
 CLEAR_PEAK = "5"
 
 
 def peak_bytes(
     device: torch.device, held: Iterable[torch.Tensor], step: Callable[[], object]
-) -> int | None:
+) -> int:
     """Run one step and return the peak of tensor bytes in it.
 
     On CUDA the allocator's peak; on CPU, where torch keeps no statistics, every storage counted as
-    it comes and goes. None where torch cannot trace the step.
+    it comes and goes: those of `held` and all that the step makes.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         step()
         return torch.cuda.max_memory_allocated(device)
-    with warnings.catch_warnings(), contextlib.suppress(NotImplementedError):
-        # torch's tracker does not follow a module that runs twice in a step (accumulation).
-        warnings.simplefilter("ignore")
-        return peak_of_storages(held, step)
-    return None
+    with StorageTrace(held, lambda: None) as trace:
+        step()
+    return trace.peak_bytes
 
 
 def reset_host_peak() -> None:

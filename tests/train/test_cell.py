@@ -213,9 +213,18 @@ def test_theory_holds_with_parameters_away(ranks: Pools, tmp_path: Path, place: 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_peak_that_torch_cannot_trace_is_left_empty_and_costs_no_cell(ranks: Pools) -> None:
+def test_a_step_of_several_micro_batches_peaks_where_one_does(ranks: Pools) -> None:
     for stage in (0, 3):
-        config = config_of(run={"probe": True}, zero={"stage": stage}, data={"micro_batch": 2})
-        reports = [report for report, _ in ranks(2)(run, config)]
-        check_theory(reports)
-        assert {report.peak_bytes for report in reports} == {None}
+        peaks: dict[int, list[int]] = {}
+        for global_batch in (4, 12):
+            config = config_of(
+                run={"probe": True},
+                zero={"stage": stage, "overlap": False},
+                data={"micro_batch": 2, "global_batch": global_batch},
+            )
+            reports = [report for report, _ in ranks(2)(run, config)]
+            check_theory(reports)
+            peaks[global_batch] = [report.peak_bytes or 0 for report in reports]
+        # The other two micro-batches: inputs and targets of 2 x 16 tokens, and a loss.
+        further = 2 * (2 * (2 * 16 * 8) + 4)
+        assert peaks[12] == [peak + further for peak in peaks[4]]
