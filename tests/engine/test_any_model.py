@@ -49,6 +49,8 @@ def test_any_model_trains_like_one_plain_process(ranks: Pools) -> None:
     assert seen["runs"] >= 0.95 * DRAWN["started"], "more than 5% of the draws were discarded"
     missing = [name for name in FEATURES if not seen[name]]
     assert not missing, f"no run had {missing}"
+    rare = [s for s in range(4) if seen[f"stage {s}"] < 0.15 * seen["runs"]]
+    assert not rare, f"less than 15% of the runs were of stages {rare}"
 
 
 ONCE_FAILED = {
@@ -186,6 +188,8 @@ def features_of(run: RunRecipe) -> set[str]:
         "prefetch": zero.stage == 3 and zero.overlap and zero.prefetch_elements != 0,
         "persistence": zero.stage == 3 and zero.persistence_elements > 0,
         "parameters on host": run.offload.params == "host",
+        "parameters on disk": run.offload.params == "disk",
+        "all on disk": run.offload.params == run.offload.optimizer == "disk",
         "overlap": zero.overlap,
         "no overlap": not zero.overlap,
         "gathers equal theory": zero.stage == 3 and run.world > run.replicate and model.is_plain,
@@ -204,6 +208,7 @@ FEATURES = [
     *("checkpoint reentrant", "checkpoint not reentrant", "nested units", "replicate"),
     *("accumulation", "promise broken", "clip", "overlap", "no overlap"),
     *("prefetch", "persistence", "gathers equal theory"),
-    *("states on none", "states on host", "states on disk", "parameters on host"),
+    *("states on none", "states on host", "states on disk"),
+    *("parameters on host", "parameters on disk", "all on disk"),
 ]
 """Each of them is drawn at least once."""
