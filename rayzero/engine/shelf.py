@@ -4,6 +4,7 @@ A touched memory map counts as resident memory, so bytes go through read and wri
 staging buffers. Space is reserved when a file is made: a full disk is an error before training.
 """
 
+import ctypes
 import os
 import shutil
 import tempfile
@@ -13,8 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from rayzero.errors import OffloadError
@@ -139,6 +138,16 @@ class StagedFile:
 PIECE_BYTES = 1 << 28
 
 
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the host; they live as long as the view."""
+    assert tensor.device.type == "cpu", f"a tensor on {tensor.device} has no memory here"
+    assert tensor.is_contiguous(), "its memory is not one run"
+    num_bytes = tensor.numel() * tensor.itemsize
+    owner = (ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())
+    owner.tensor = tensor  # type: ignore[attr-defined] # the view keeps its owner
+    return memoryview(owner)
+
+
 def _done() -> "Future[None]":
     future: Future[None] = Future()
     future.set_result(None)
@@ -146,9 +155,9 @@ def _done() -> "Future[None]":
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    raw: npt.NDArray[np.uint8] = tensor.detach().view(torch.uint8).numpy()
+    raw = memory_of(tensor)
     for start in range(0, raw.nbytes, PIECE_BYTES):
-        yield raw[start : start + PIECE_BYTES].data
+        yield raw[start : start + PIECE_BYTES]
 
 
 def _remove(folder: Path, files: dict[str, int], worker: ThreadPoolExecutor) -> None:

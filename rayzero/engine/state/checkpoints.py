@@ -11,13 +11,14 @@ import torch
 
 from rayzero.engine.assembly import Assembly
 from rayzero.engine.loss_scale import LossScale
+from rayzero.engine.shelf import memory_of
 from rayzero.engine.state import contents, loading
 from rayzero.engine.state.agreement import AXES, notify, rank_of, together, world_of
 from rayzero.engine.state.export import write_export
 from rayzero.engine.state.folders import begin
 from rayzero.engine.state.manifest import VERSION, Manifest
 from rayzero.engine.state.planning import Index, Plan, Planner, brought
-from rayzero.engine.state.saving import Payload, Save, stage, view_of, views_of
+from rayzero.engine.state.saving import Payload, Save, stage, views_of
 from rayzero.engine.state.source import Source, open_source, pack_extra
 from rayzero.errors import CheckpointError
 from rayzero.records import Phase
@@ -107,7 +108,7 @@ class Checkpoints:
         if not wait:
             staging = stage(tensors, plan.num_bytes)
             self._parts.staging.append(staging)
-            views = [view_of(staging)]
+            views = [memory_of(staging)]
         payload = Payload(views=views, num_bytes=plan.num_bytes, extra=extra, manifest=manifest)
         if wait:
             save.write(payload)

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from rayzero.dist.dtypes import BY_NAME
 from rayzero.engine.assembly import Assembly
@@ -25,10 +23,14 @@ from rayzero.engine.flats import Flat
 from rayzero.engine.state.agreement import rank_of, together, world_of
 from rayzero.engine.state.contents import aliases_of
 from rayzero.engine.state.folders import SAVING, begin, beside, commit
+from rayzero.engine.state.safetensors_door import (
+    load_safetensors,
+    open_safetensors,
+    save_safetensors,
+)
 from rayzero.engine.state.source import (
     INDEX,
     SUFFIX,
-    open_safetensors,
     part_of,
     safetensors_in,
 )
@@ -106,7 +108,7 @@ def read_export(folder: str | Path) -> dict[str, torch.Tensor]:
     """Return an export as module.load_state_dict(..., strict=True) takes it, with tied names."""
     state: dict[str, torch.Tensor] = {}
     for path in safetensors_in(Path(folder)):
-        state |= load_file(path)
+        state |= load_safetensors(path)
     index = Path(folder) / INDEX
     if index.exists():
         tied = json.loads(index.read_text()).get("metadata", {}).get("tied", {})
@@ -164,7 +166,7 @@ def _write_files(parts: Assembly, folder: Path, files: list[ExportFile]) -> Exce
         if len(of_file) == len(file.tensors):
             try:
                 _save(held.pop(file.name), folder / file.name)
-            except (OSError, SafetensorError) as raised:
+            except OSError as raised:
                 error = error or raised
     return error
 
@@ -186,7 +188,7 @@ def _held(flat: Flat) -> torch.Tensor:
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    save_file(tensors, path, metadata={"format": "pt"})
+    save_safetensors(tensors, path)
     with path.open("rb") as file:
         os.fsync(file.fileno())
 

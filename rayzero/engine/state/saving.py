@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 
 from rayzero.dist.comm import Communicator
+from rayzero.engine.shelf import memory_of
 from rayzero.engine.state.agreement import rank_of, said, told, world_of
 from rayzero.engine.state.blocks import write_blocks
 from rayzero.engine.state.folders import SAVING, beside, commit
@@ -161,7 +161,7 @@ class Save:
 def views_of(tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
     """Yield the bytes of tensors, one at a time on the host."""
     for tensor in tensors:
-        yield view_of(as_bytes(tensor).cpu())
+        yield memory_of(as_bytes(tensor).cpu())
 
 
 def stage(tensors: Iterable[torch.Tensor], num_bytes: int) -> torch.Tensor:
@@ -180,11 +180,6 @@ def stage(tensors: Iterable[torch.Tensor], num_bytes: int) -> torch.Tensor:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor as its bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def view_of(flat: torch.Tensor) -> memoryview:
-    """Return the memory of a tensor of bytes on the host."""
-    return memoryview(cast(Any, flat.numpy()))
 
 
 def _code(error: Exception | None) -> float:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from rayzero.engine.state.blocks import BlockReader
@@ -18,6 +17,7 @@ from rayzero.engine.state.contents import WEIGHTS, key_of
 from rayzero.engine.state.folders import check, standing
 from rayzero.engine.state.manifest import NAME, Chunk, Manifest, Stored, extra_path, read_sums
 from rayzero.engine.state.reading import PackedReader, Reader, metadata_of
+from rayzero.engine.state.safetensors_door import open_safetensors
 from rayzero.errors import CheckpointError, DamagedCheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -152,14 +152,6 @@ def safetensors_in(folder: Path) -> list[Path]:
     if missing:
         raise DamagedCheckpointError(f"{index} names files that are missing: {missing}")
     return [folder / name for name in names]
-
-
-def open_safetensors(path: Path) -> Any:
-    """Open a file for reading parts of it."""
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise DamagedCheckpointError(f"{path} is no whole safetensors file ({error})") from error
 
 
 def part_of(file: Any, name: str, offsets: Any, lengths: Any) -> torch.Tensor:
