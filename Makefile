@@ -19,7 +19,7 @@ INSTALL := $(PIP) install --constraint constraints.txt $(if $(TORCH_INDEX),--ext
 RAYZERO := $(BIN)/python -m rayzero
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep run report tables dryrun bench doctor ui test test-fast check clean
+.PHONY: help setup sweep run report tables claims dryrun bench doctor ui test test-fast check clean
 
 help:  ## Show this list
 	@echo "rayzero: which ZeRO stage, how much tensor parallelism, how much offload?"
@@ -41,6 +41,9 @@ report: $(STAMP)  ## Write the tables and figures of a sweep again
 
 tables: $(STAMP)  ## Lay the ZeRO papers' tables beside formula, dry run and measurement
 	$(RAYZERO) tables cluster=$(CLUSTER) $(ARGS)
+
+claims: $(STAMP)  ## Decide common claims on ZeRO, each by an experiment (CPU ranks, minutes)
+	$(RAYZERO) claims $(ARGS)
 
 dryrun: $(STAMP)  ## Play one rank of any world: make dryrun ARGS="model=7.5B stage=3 dryrun.world=64"
 	$(RAYZERO) dryrun $(ARGS)

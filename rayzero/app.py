@@ -82,6 +82,10 @@ VERBS: Mapping[str, Verb] = {
         purpose="lay the ZeRO paper's tables beside formula, dry run and measurement",
         module="rayzero.studies.tables",
     ),
+    "claims": Verb(
+        purpose="decide common claims on ZeRO, each by an experiment",
+        module="rayzero.studies.claims.verb",
+    ),
     "checkpoint": Verb(
         purpose="show what is in a checkpoint, and whether it is whole: checkpoint PATH",
         module="rayzero.checkpoint",

@@ -253,6 +253,36 @@ class Progress:
     extra: dict[str, float] = field(default_factory=dict)
 
 
+class Alteration(Enum):
+    """What an experiment changes about communication."""
+
+    NONE = "none"
+    SLOW = "slow"
+    """Each transfer takes a latency more."""
+    UNPUBLISHED = "unpublished"
+    """Updated parameters are not gathered after the optimizer's step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What a rank of an experiment saw in the last of its steps."""
+
+    rank: int
+    num_params: int
+    batch_checksum: int
+    weights_checksum: str
+    """Of the weights this rank holds whole after the last step (stages 0-2); else empty."""
+    gradient_elements: int
+    """Elements of gradients that this rank's backward computed."""
+    state_bytes_sent: int
+    """Bytes of master copies and moments that were handed to a transport."""
+    collective_elements: dict[str, int]
+    """Elements of whole buffers in torch's own collectives, by op (a peer's traffic)."""
+    exposed_s: float
+    """Seconds of an added latency that the rank waited for."""
+    loss: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPoint:
     """Live bytes on the device at the highest moment of a visit: a unit's part of a phase."""

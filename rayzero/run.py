@@ -12,6 +12,7 @@ from rayzero.cluster.tasks import (
     RankTask,
     compute_cell,
     dry_run,
+    observe_cell,
     train_cell,
     with_same_sources,
 )
@@ -20,7 +21,16 @@ from rayzero.config.cell import CellConfig
 from rayzero.config.cluster import ClusterConfig, ClusterKind, Device
 from rayzero.config.zero import Place
 from rayzero.errors import ConfigError, GangError
-from rayzero.records import CellRecord, CellRow, DryRunReport, Progress, RankReport, Status
+from rayzero.records import (
+    Alteration,
+    CellRecord,
+    CellRow,
+    DryRunReport,
+    Observation,
+    Progress,
+    RankReport,
+    Status,
+)
 from rayzero.rows import measured_row, planned_row, slowest_steps
 from rayzero.sources import sources_hash
 from rayzero.theory.memory import cell_state_bytes
@@ -80,6 +90,19 @@ class CellRunner:
             return record_of(config, row, started_unix_s=started_unix_s, log=error.details)
         row = measured_row(config, reports, devices=devices_of(seating), wall_s=wall_s)
         return record_of(config, row, started_unix_s=started_unix_s, reports=tuple(reports))
+
+    def observe(self, config: CellConfig, alteration: Alteration) -> list[Observation]:
+        """Train an experiment's cell on the ranks and return what each saw; may raise GangError."""
+        gang = self._gang_for(config, self._connected(config.cluster))
+        observations: list[Observation] = gang.run(
+            with_same_sources,
+            observe_cell,
+            sources_hash(),
+            config,
+            alteration,
+            timeout_s=config.run.cell_timeout_s,
+        )
+        return observations
 
     def end_ranks(self) -> None:
         """End the ranks; the next cell starts in new processes."""

@@ -1,15 +1,17 @@
 """What ranks can be asked to do: functions of a member, importable on every node."""
 
 from collections.abc import Callable
+from typing import Any
 
 from rayzero.cluster.rank import Member
 from rayzero.config.cell import CellConfig
 from rayzero.errors import ClusterError
-from rayzero.records import DryRunReport, RankReport
+from rayzero.records import Alteration, DryRunReport, Observation, RankReport
 from rayzero.sources import sources_hash
 from rayzero.train import dryrun
 from rayzero.train.cell import run_rank
 from rayzero.train.engines import build_compute_only
+from rayzero.train.observe import observe_rank
 
 RankTask = Callable[[Member, CellConfig], RankReport]
 
@@ -31,13 +33,16 @@ def dry_run(
     return dryrun.dry_run(config, world=world, rank=rank, trace=trace, steady=steady)
 
 
-def with_same_sources(
-    member: Member, task: RankTask, sources: str, config: CellConfig
-) -> RankReport:
-    """Run a cell's task; raise ClusterError where this rank has other code than the driver."""
+def observe_cell(member: Member, config: CellConfig, alteration: Alteration) -> Observation:
+    """Train a few steps of a cell under an altered door, and watch the last."""
+    return observe_rank(member, config, alteration)
+
+
+def with_same_sources(member: Member, task: Callable[..., Any], sources: str, *args: Any) -> Any:
+    """Run a task; raise ClusterError where this rank has other code than the driver."""
     if sources_hash() != sources:
         raise ClusterError(
             f"{member.seat.node} has other sources of rayzero than the driver; install the same "
             "version on all nodes, or start again if files were edited meanwhile"
         )
-    return task(member, config)
+    return task(member, *args)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from rayzero.config.bench import BenchConfig
 from rayzero.config.checks import divisors, fit
+from rayzero.config.claims import ClaimsConfig
 from rayzero.config.cluster import ClusterConfig
 from rayzero.config.data import Batching, DataConfig, batching_of
 from rayzero.config.dryrun import DryRunConfig
@@ -35,6 +36,7 @@ class CellGroups:
     run: RunConfig = field(default_factory=RunConfig)
     dryrun: DryRunConfig = field(default_factory=DryRunConfig)
     tables: TablesConfig = field(default_factory=TablesConfig)
+    claims: ClaimsConfig = field(default_factory=ClaimsConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     experiment: ExperimentConfig = field(default_factory=ExperimentConfig)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from rayzero.config.cell import CellConfig
 from rayzero.config.dryrun import DryRunConfig
-from rayzero.config.model import Checkpointing, ModelConfig
+from rayzero.config.model import Checkpointing, Flavour, ModelConfig
 from rayzero.config.parallel import ParallelConfig
 from rayzero.config.precision import Dtype, PrecisionConfig
 from rayzero.config.zero import OffloadConfig, Place, ZeroConfig
@@ -12,6 +12,17 @@ from rayzero.config.zero import OffloadConfig, Place, ZeroConfig
 MODELS = {
     "7.5B": ModelConfig(
         name="7.5B", num_layers=36, hidden=4096, num_heads=32, vocab_size=51200, max_seq_len=2048
+    ),
+    "13B": ModelConfig(
+        name="13B",
+        flavour=Flavour.LLAMA,
+        num_layers=40,
+        hidden=5120,
+        num_heads=40,
+        ffn_hidden=13824,
+        vocab_size=32000,
+        max_seq_len=2048,
+        tied_output=False,
     ),
     "128B": ModelConfig(name="128B", num_layers=159, hidden=8192, num_heads=64, vocab_size=51200),
     "1T": ModelConfig(

@@ -31,6 +31,8 @@ CONVENTIONS = {
     20: Convention(params=2, grads=2, optimizer=16),
 }
 """16: the ZeRO paper. 18: gradients in fp32. 20: ZeRO-Infinity, an fp32 gradient copy in K."""
+FP32 = Convention(params=4, grads=4, optimizer=8)
+"""All in fp32: no master copy."""
 
 
 def states_per_param(convention: Convention, *, stage: int, shards: int) -> Fraction:
@@ -89,3 +91,27 @@ def break_even_many_ranks(
 def activation_elements(*, layers: int, hidden: int, batch: int, seq: int) -> int:
     """The ZeRO paper's estimate of all activations (section 3.2): 12 h b s a layer."""
     return 12 * layers * hidden * batch * seq
+
+
+def hiding_link_rate(*, flops_per_s: float, tokens: int, nodes: int, recompute: bool) -> float:
+    """Bytes per second into a node that hide stage 3 in 16 bits behind its compute.
+
+    A micro-step brings 6 Psi (1 - 1/k) bytes into each of k nodes (two gathers and a reduction,
+    arXiv:1910.02054, section 7.2.2) and takes c Psi T / F seconds on each device, c = 6, or 8 with
+    full recomputation: Psi and the devices of a node cancel.
+    """
+    flops_per_param = 8 if recompute else 6
+    return 6 * (1 - 1 / nodes) * flops_per_s / (flops_per_param * tokens)
+
+
+def offload_traffic(convention: Convention, *, shards: int) -> Fraction:
+    """Bytes per parameter and step between a device and its host with the optimizer's states there.
+
+    Gradients go down and weights come up, a rank's own shard of each (arXiv:2101.06840, 4.2).
+    """
+    return Fraction(convention.grads + convention.params, shards)
+
+
+def attention_params(hidden: int) -> int:
+    """Weights of one attention layer, 4 h^2."""
+    return 4 * hidden**2

@@ -1,4 +1,4 @@
-"""Transports that take their time: a missing wait shows as wrong weights, a long one as time."""
+"""Transports that take their time: a missing wait shows as wrong weights."""
 
 import random
 import time
@@ -57,47 +57,3 @@ class Late(Pairwise):
             start(*args, **options).wait()
 
         return Promise(self._worker.submit(transfer))
-
-
-@dataclass(frozen=True, slots=True)
-class Distant:
-    """A transfer whose result is not there before a moment to come."""
-
-    pending: Pending
-    arrival_s: float
-    link: "Slow"
-
-    def wait(self) -> None:
-        """Return when the result has come, and note how much of the latency was left."""
-        left_s = max(0.0, self.arrival_s - time.perf_counter())
-        self.link.exposed_s += left_s
-        time.sleep(left_s)
-        self.pending.wait()
-
-
-class Slow(Pairwise):
-    """A link with a latency: each transfer takes latency_s at least, however many are under way.
-
-    exposed_s: what waits have seen of it. Unlike a clock's time it does not depend on what else
-    the machine does.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, latency_s: float) -> None:
-        super().__init__(group, rank=dist.get_rank(group), size=dist.get_world_size(group))
-        self._latency_s = latency_s
-        self.exposed_s = 0.0
-
-    def all_gather(self, flat: torch.Tensor, label: str) -> Pending:
-        return self._distant(super().all_gather(flat, label))
-
-    def reduce_scatter(self, flat: torch.Tensor, label: str, **options: Any) -> Pending:
-        return self._distant(super().reduce_scatter(flat, label, **options))
-
-    def all_reduce(self, tensor: torch.Tensor, label: str, **options: Any) -> Pending:
-        return self._distant(super().all_reduce(tensor, label, **options))
-
-    def broadcast(self, tensor: torch.Tensor, label: str) -> Pending:
-        return self._distant(super().broadcast(tensor, label))
-
-    def _distant(self, pending: Pending) -> Pending:
-        return Distant(pending, time.perf_counter() + self._latency_s, self)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from rayzero.dist.comm import Communicator
+from rayzero.dist.slow import Slow
 from rayzero.engine import ZeroEngine, ZeroOptions
-from tests.engine.delayed import Slow
 from tests.ranks import Pools, RankContext
 
 LATENCY_S = 0.005

@@ -29,11 +29,14 @@ class PoolMember:
         self.signs.append(sign)
 
 
-def run(ctx: RankContext, config: CellConfig) -> tuple[RankReport, list[Progress]]:
-    seat = Seat(
+def seat_of(ctx: RankContext) -> Seat:
+    return Seat(
         rank=ctx.rank, world=ctx.world, node="here", device="cpu", store_host="", store_port=0
     )
-    member = PoolMember(seat=seat, signs=[])
+
+
+def run(ctx: RankContext, config: CellConfig) -> tuple[RankReport, list[Progress]]:
+    member = PoolMember(seat=seat_of(ctx), signs=[])
     return run_rank(member, config), member.signs
 
 
