@@ -46,7 +46,7 @@ def observe_rank(member: Member, config: CellConfig, alteration: Alteration) -> 
             loss = trainer.step().loss
         return Observation(
             rank=seat.rank,
-            num_params=num_params(config, engine.module),
+            num_params=num_params(config, engine),
             batch_checksum=batch,
             weights_checksum=engine.weights_checksum(),
             gradient_elements=gradients.total(),

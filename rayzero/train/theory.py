@@ -10,7 +10,7 @@ from rayzero.config.cell import CellConfig
 from rayzero.engine import ZeroEngine
 from rayzero.layout.boxes import whole_shape
 from rayzero.parallel.crossings import crossings_of
-from rayzero.records import Transfer
+from rayzero.records import Carrier, Transfer
 from rayzero.theory.question import Question, optimizer_shape, question_of
 from rayzero.theory.shapes import shape_of
 from rayzero.theory.tp_traffic import plan_transfers, tp_transfers
@@ -60,7 +60,7 @@ def tp_transfers_for(
 
 def tp_sent_bytes(config: CellConfig, world: int) -> int:
     """Return what rank 0 sends on the axis tp in a step of our transformer."""
-    question = question_of(config, world=world, rank=0, pairwise=False)
+    question = question_of(config, world=world, rank=0, carrier=Carrier.NATIVE)
     return sent_bytes(tp_transfers(config, question, config.batching(world).accumulation))
 
 

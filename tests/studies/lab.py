@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from rayzero.config.build import build
 from rayzero.config.cell import CellConfig
-from rayzero.records import Alteration, Observation, RankReport
+from rayzero.records import Alteration, Carrier, Observation, RankReport
 from rayzero.run import rehearse
 from rayzero.studies.claims.lab import AT_13B, Lab
 from rayzero.studies.claims.trial import SMALL, plan
@@ -37,7 +37,7 @@ def filled_lab(ranks: Pools) -> Lab:
         results = ranks(trial.world)(do_trial, trial.config(BASE), trial.alteration)
         kept = lab.measured if trial.alteration is None else lab.observed
         kept[trial] = results
-    held = cell_holdings(AT_13B.config(BASE), AT_13B.world, rank=0, pairwise=False)
+    held = cell_holdings(AT_13B.config(BASE), AT_13B.world, rank=0, carrier=Carrier.NATIVE)
     small = replace(AT_13B.config(BASE), model=SMALL)
     lab.dry[AT_13B] = replace(rehearse(small), after_step=held)
     return lab

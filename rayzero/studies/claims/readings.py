@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 
 from rayzero.config.cell import CellConfig
-from rayzero.records import Kind, Phase, RankReport, Transfer, Where
+from rayzero.records import Carrier, Kind, Phase, RankReport, Transfer, Where
 from rayzero.studies.claims.lab import Lab
 from rayzero.studies.claims.trial import Trial
 from rayzero.theory.memory import STATES
@@ -103,7 +103,8 @@ def differing(values: Iterable[object]) -> int:
 
 def mixed_buckets(trial: Trial) -> int:
     """How many flats of a trial hold parameters of more than one layer, by the layout."""
-    question = question_of(trial.config(CellConfig()), world=trial.world, rank=0, pairwise=True)
+    config = trial.config(CellConfig())
+    question = question_of(config, world=trial.world, rank=0, carrier=Carrier.NATIVE)
     layers = [{layer_of(slot.spec.name) for slot in flat.slots} for flat in question.layouts]
     return sum(len(names) > 1 for names in layers)
 
