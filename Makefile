@@ -6,6 +6,7 @@ CLUSTER ?= local
 ARGS ?=
 OUTPUT ?= outputs
 PORT ?= 5000
+PYTEST_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,7 +20,7 @@ INSTALL := $(PIP) install --constraint constraints.txt $(if $(TORCH_INDEX),--ext
 RAYZERO := $(BIN)/python -m rayzero
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep run report tables claims dryrun bench doctor ui test test-fast check clean
+.PHONY: help setup sweep run report tables claims dryrun bench doctor ui test test-fast test-gpu check clean
 
 help:  ## Show this list
 	@echo "rayzero: which ZeRO stage, how much tensor parallelism, how much offload?"
@@ -64,6 +65,9 @@ test: check  ## Lint, types and every test: what CI runs
 
 test-fast: check  ## The same without the slow tests
 	$(BIN)/pytest -m "not slow"
+
+test-gpu:  ## The engine on CUDA with PYTHON's torch and pytest, nothing else: make test-gpu PYTHON=python
+	$(PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir=. -m gpu $(PYTEST_ARGS) tests/gpu
 
 check: $(STAMP)  ## Lint, format and types
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""A shared pool of gloo ranks: spawned once, called by function, rebuilt after any failure.
+"""A shared pool of ranks (gloo, or NCCL on CUDA): spawned once, rebuilt after any failure.
 
 A test calls `ranks(n)(function, *args)`; the function is module-level, gets a RankContext first
 and runs on every rank with an initialised process group. Results come back by rank. Each call has a
@@ -27,6 +27,7 @@ class RankContext:
 
     rank: int
     world: int
+    device: str = "cpu"
     meshes: dict[tuple[int, int, int], Any] = field(default_factory=dict)
 
     def mesh(self, *, replicate: int = 1, shard: int | None = None, tp: int = 1) -> Any:
@@ -36,7 +37,7 @@ class RankContext:
         shard = self.world // (replicate * tp) if shard is None else shard
         key = (replicate, shard, tp)
         if key not in self.meshes:
-            self.meshes[key] = build_mesh("cpu", replicate=replicate, shard=shard, tp=tp)
+            self.meshes[key] = build_mesh(self.device, replicate=replicate, shard=shard, tp=tp)
         return self.meshes[key]
 
 
@@ -45,10 +46,11 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """`world` processes with one gloo group for life."""
+    """`world` processes with one group for life, on devices of one type."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, device: str = "cpu") -> None:
         self.world = world
+        self.device = device
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -109,7 +111,9 @@ class Pool:
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.world, theirs, self._folder.name), daemon=True
+                target=_serve,
+                args=(rank, self.world, self.device, theirs, self._folder.name),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -117,18 +121,25 @@ class Pool:
             self._pipes.append(ours)
 
 
-def _serve(rank: int, world: int, pipe: Connection, folder: str) -> None:
+def _serve(rank: int, world: int, device: str, pipe: Connection, folder: str) -> None:
     from datetime import timedelta
 
     import torch
     import torch.distributed as dist
 
+    from rayzero.dist.process import backend_of
+
     torch.set_num_threads(1)
+    if device == "cuda":
+        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(os.path.join(folder, "store"), world)
     timeout = timedelta(seconds=GLOO_TIMEOUT_S)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-    context = RankContext(rank=rank, world=world)
+    dist.init_process_group(
+        backend_of(device), store=store, rank=rank, world_size=world, timeout=timeout
+    )
+    context = RankContext(rank=rank, world=world, device=device)
     while True:
         try:
             function, args = pickle.loads(pipe.recv_bytes())
@@ -146,13 +157,14 @@ def _serve(rank: int, world: int, pipe: Connection, folder: str) -> None:
 class Pools:
     """The pools of a test session, by number of ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
         self._pools: dict[int, Pool] = {}
 
     def __call__(self, world: int) -> Pool:
         """Return the pool of this many ranks."""
         if world not in self._pools:
-            self._pools[world] = Pool(world)
+            self._pools[world] = Pool(world, self.device)
         return self._pools[world]
 
     def close(self) -> None:

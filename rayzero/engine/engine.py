@@ -291,7 +291,7 @@ class ZeroEngine:
             return
         for flat in self._trained:
             gradient = self._stage.gradient(flat)
-            gradient.mul_((clip / weight).to(gradient.dtype))
+            gradient.mul_((clip / weight).to(gradient.device, gradient.dtype))
 
 
 def _communicator(module: nn.Module, mesh: DeviceMesh | Communicator | None) -> Communicator:

@@ -201,8 +201,9 @@ class FlatOptimizer:
         for position in positions:
             flat = self._flats[position]
             if self.has_copy(flat):
-                blocks = flat.file is not None
-                self._part(flat).copy_(self._targets[position].data, non_blocking=not blocks)
+                # What comes to the host may be read there next, by a save for instance.
+                stays = flat.where is Where.DEVICE
+                self._part(flat).copy_(self._targets[position].data, non_blocking=stays)
                 flat.store()
 
     def _adopt_writes(self, flat: Flat) -> None:

@@ -51,12 +51,13 @@ class Moment:
     rank: int
     step: int
     micro: int
+    device: str = "cpu"
 
     def noise(self, *shape: int) -> torch.Tensor:
         """Return data that is this moment's alone."""
         seed = 10_000 * self.step + 100 * self.micro + self.rank
         generator = torch.Generator().manual_seed(seed)
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(self.device)
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def at_stages(
         ) as engine:
             for step in range(script.steps):
                 for micro in range(script.micros):
-                    loss = script.loss(engine, Moment(ctx.rank, step, micro))
+                    loss = script.loss(engine, Moment(ctx.rank, step, micro, ctx.device))
                     engine.backward(loss, last=micro == script.micros - 1)
                     assert_nothing_gathered(engine)
                 engine.step()
