@@ -17,6 +17,7 @@ from rayzero.errors import CombinationError, RayzeroError
 from rayzero.records import CellRecord, CellRow, Status
 from rayzero.report.terminal import default_console, print_matrix
 from rayzero.run import CellRunner
+from rayzero.sweep.costs import AROUND, REPORT, SET_UP, TRACKING, Costs
 from rayzero.sweep.folder import SweepFolder, SweepNote, folder_path
 from rayzero.sweep.planned import PlannedCell, plan_cell
 from rayzero.sweep.progress import Display
@@ -53,12 +54,14 @@ class Campaign:
         self._tracker: Tracker = NullTracker()
         self._is_started = self._is_tracked = self._is_stopped = False
         self._planned: dict[str, PlannedCell] = {}
+        self._costs = Costs()
 
     def expect(self, cells: Sequence[Plain]) -> None:
         """Check the next cells and make ready for them; raise before any of them has run."""
         for cell in cells:
             self._refuse_bad_values(cell)
-        self._start()
+        with self._costs.on(SET_UP):
+            self._start()
         cells_planned = [self._plan(cell) for cell in cells]
         for planned in cells_planned:
             if planned.problem is not None and not self._many:
@@ -67,7 +70,8 @@ class Campaign:
         self._display.expect(len(cells_planned))
         self._folder.note(self._note())
         if any(self._answer_before(planned) is None for planned in cells_planned):
-            self._start_tracking()
+            with self._costs.on(SET_UP):
+                self._start_tracking()
 
     def run(self, cell: Plain) -> float:
         """Answer one cell; return its objective, to be minimised."""
@@ -76,7 +80,8 @@ class Campaign:
         planned = self._plan(cell)
         before = self._answer_before(planned)
         record = before or self._measure(planned)
-        row = self._results.add(record, pending=self._pending(without=planned.name))
+        with self._costs.on(TRACKING):
+            row = self._results.add(record, pending=self._pending(without=planned.name))
         self._display.end(row, measured=before is None)
         self._is_stopped = self._groups.run.fail_fast and row.status not in ANSWERED
         return objective(row)
@@ -149,12 +154,16 @@ class Campaign:
     def _measure(self, planned: PlannedCell) -> CellRecord:
         """Run a cell; whatever happens to it becomes its record."""
         self._display.begin(planned.name)
-        self._results.begin(planned.name, planned.plain)
+        with self._costs.on(TRACKING):
+            self._results.begin(planned.name, planned.plain)
         if planned.config is None:
             return self._record(planned, CellRecord(row=planned.row, fingerprint="", config={}))
         try:
             config = self._placed(planned.config, planned.name)
-            return self._record(planned, self._runner.run(config, on_progress=self._display.step))
+            with self._costs.on(AROUND):
+                record = self._runner.run(config, on_progress=self._display.step)
+            self._costs.cell(record)
+            return self._record(planned, record)
         except Exception as error:
             if isinstance(error, RayzeroError) and not self._many:
                 raise
@@ -196,14 +205,17 @@ class Campaign:
         self._results.settle_all()
         if kind is not None:
             return
-        self._results.report()
+        with self._costs.on(REPORT):
+            self._results.report()
         print_matrix(self._results.records, self._console)
+        self._costs.write(self._folder.path)
         if self._is_tracked:
             end = End.FINISHED if self.exit_code == 0 else End.FAILED
             self._tracker.close_sweep(end, self._folder.path)
         self._say_where()
 
     def _say_where(self) -> None:
+        self._display.say(self._costs.sentence())
         self._display.say(f"results: {self._folder.path}")
         if self._is_tracked and (url := self._tracker.view_url()):
             hint = "" if self._groups.tracking.uri else "  (answers while `make ui` runs)"

@@ -1,6 +1,8 @@
 """The command a newcomer types, in a new process: real training on real Ray, into real MLflow."""
 
+import csv
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import pytest
 
 from rayzero.records import Status
 from rayzero.report.matrix import MATRIX_FILE, read_matrix
+from rayzero.sweep.costs import COSTS_FILE, PARTS, TIMED
 from rayzero.tracking.store import open_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -51,6 +54,14 @@ def test_smoke_measures_four_cells_that_agree_and_match_the_formulas(tmp_path: P
         )
         # Counters, a few bytes per tensor, have no column of their own.
         assert 0 <= (row.formula_bytes or 0) - sum(b or 0 for b in held) < 1000
+    with (folder / COSTS_FILE).open() as stream:
+        spent = {line["part"]: float(line["seconds"]) for line in csv.DictReader(stream)}
+    assert set(spent) == {*PARTS, "other"}
+    assert all(spent[part] > 0.0 for part in PARTS)
+    (total,) = re.findall(r"time: +([\d.]+) s = set-up", done.stdout)
+    assert sum(spent.values()) == pytest.approx(float(total), abs=0.5)
+    timed = sum((row.step_s_median or 0.0) * (row.steps or 0) for row in rows)
+    assert spent[TIMED] == pytest.approx(timed, rel=0.5)
     assert list(folder.glob("*.png"))
     assert [p.name for p in tmp_path.iterdir()] == ["outputs"]
 
