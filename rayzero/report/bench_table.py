@@ -45,6 +45,7 @@ class BenchRow:
     steps: int = 0
     rounds: int = 0
     loss_difference: float | None = None
+    transport: str = ""
     status: str = Status.OK.value
     reason: str = ""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rayzero.config.bench import PRECISIONS, Contender
 from rayzero.config.engine import EngineName
 from rayzero.config.peers import NATURES
-from rayzero.records import CellRecord, Status
+from rayzero.records import Carrier, CellRecord, Status
 from rayzero.report.bench_table import BenchRow, BoundRow, RoundRow
 from rayzero.rows import percentile
 from rayzero.studies.bench_plan import Setting
@@ -72,12 +72,33 @@ class Bound:
     against: str
     communication_heavy: float
     compute_heavy: float
+    carriers: tuple[Carrier, ...] = tuple(Carrier)
+    """How our gradients must have travelled for it to apply."""
 
 
+GLOO, MEMORY = (Carrier.NATIVE, Carrier.PAIRWISE), (Carrier.SHARED,)
 BOUNDS = (
     Bound(stages=(1,), against="best peer", communication_heavy=0.85, compute_heavy=0.90),
-    Bound(stages=(2, 3), against="best peer", communication_heavy=0.55, compute_heavy=0.80),
-    Bound(stages=(1, 2), against="ddp", communication_heavy=1.05, compute_heavy=1.00),
+    Bound(
+        stages=(2, 3),
+        against="best peer",
+        communication_heavy=0.55,
+        compute_heavy=0.80,
+        carriers=GLOO,
+    ),
+    Bound(
+        stages=(2, 3),
+        against="best peer",
+        communication_heavy=0.45,
+        compute_heavy=0.80,
+        carriers=MEMORY,
+    ),
+    Bound(
+        stages=(1, 2), against="ddp", communication_heavy=1.05, compute_heavy=1.00, carriers=GLOO
+    ),
+    Bound(
+        stages=(1, 2), against="ddp", communication_heavy=0.95, compute_heavy=0.95, carriers=MEMORY
+    ),
     Bound(stages=(3,), against="compute only", communication_heavy=1.8, compute_heavy=1.15),
     Bound(
         stages=(1, 2, 3),
@@ -127,6 +148,7 @@ class Field:
             step_s_median=step_s,
             step_s_p95=percentile(times, 0.95),
             tokens_per_s=(batch.global_batch or 0) * (batch.seq_len or 0) / step_s,
+            transport=batch.transport,
             peak_rss_bytes=m.peak_rss_bytes,
             steps=len(times),
             ratio_to_ddp=self._ratio(m, self._by_contender.get(DDP)),
@@ -218,7 +240,8 @@ def verdicts(rows: Sequence[BenchRow]) -> list[BoundRow]:
     for row in rows:
         for bound in BOUNDS:
             ratio = _ratio_against(row, bound.against)
-            if row.engine == EngineName.RAYZERO.value and row.stage in bound.stages and ratio:
+            ours = row.engine == EngineName.RAYZERO.value and row.stage in bound.stages
+            if ours and row.transport in {c.value for c in bound.carriers} and ratio:
                 found.append(_verdict(row, bound, ratio))
     return found
 

@@ -25,7 +25,12 @@ def setting_of(precision: str = "fp32") -> Setting:
 
 
 def record_of(
-    times: list[float], *, loss: float = 5.0, rss: int = 100, status: str = "ok"
+    times: list[float],
+    *,
+    loss: float = 5.0,
+    rss: int = 100,
+    status: str = "ok",
+    transport: str = "pairwise",
 ) -> CellRecord:
     samples = tuple(
         StepSample(step=i, loss=loss, step_s=time, grad_norm=1.0, timed=True)
@@ -33,7 +38,7 @@ def record_of(
     )
     row = CellRow(
         cell="x", status=status, reason="it broke" if status != "ok" else "", global_batch=2,
-        seq_len=64, peak_host_bytes=rss,
+        seq_len=64, peak_host_bytes=rss, transport=transport,
     )  # fmt: skip
     return CellRecord(row=row, fingerprint="", config={}, samples=samples if times else ())
 
@@ -74,6 +79,13 @@ def test_ratios_are_of_medians_and_their_range_of_single_rounds() -> None:
 def test_up_to_three_percent_above_a_bound_is_noise() -> None:
     rows = rows_of([measured(OURS, record_of([0.56])), measured(FSDP2, record_of([1.0]))])
     assert [b.verdict for b in verdicts(rows) if b.against == "fsdp2"] == ["within noise"]
+
+
+def test_shared_memory_has_bounds_of_its_own() -> None:
+    for transport, verdict in (("pairwise", "reached"), ("shared", "missed")):
+        ours = measured(OURS, record_of([0.5], transport=transport))
+        rows = rows_of([ours, measured(FSDP2, record_of([1.0]))])
+        assert [b.verdict for b in verdicts(rows) if b.against == "fsdp2"] == [verdict]
 
 
 def test_an_engine_with_other_losses_fails_and_compute_alone_does_not() -> None:
