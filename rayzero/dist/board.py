@@ -91,6 +91,7 @@ class Board:
 
     def open(self, deal: Deal) -> Deal:
         """Show what is to be read, and begin to serve the deal."""
+        assert self._sockets, "the communicator is closed"
         for rank, tensor in deal.shown.items():
             self._tell(rank, deal.tag, tensor.data_ptr(), tensor.numel() * tensor.itemsize)
         self._deals.append(deal)
@@ -130,7 +131,7 @@ class Board:
         """Hang up."""
         for connection in self._sockets.values():
             connection.close()
-        self._sockets, self._deals = {}, []
+        self._sockets, self._deals, self._poll = {}, [], select.poll()
 
     def _advance(self, deal: Deal) -> bool:
         moved = False
