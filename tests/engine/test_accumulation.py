@@ -1,10 +1,15 @@
 """Several backwards per step: each one counts once, at every stage, however they are called."""
 
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
 
-from rayzero.engine import PrecisionOptions
+from rayzero.dist.comm import Communicator
+from rayzero.engine import OffloadOptions, PrecisionOptions
+from tests.engine.delayed import Late
 from tests.engine.harness import (
     WHOLE_UNIT,
     Moment,
@@ -20,26 +25,35 @@ from tests.ranks import Pools, RankContext
 SCALAR_RUNS = [(s, o) for s in range(4) for o in (False, True)]
 
 
-def windows_of_four(ctx: RankContext, last_each_time: bool) -> dict[str, list[float]]:
+def windows_of_four(
+    ctx: RankContext, last_each_time: bool, place: str = "none", is_late: bool = False
+) -> dict[str, list[float]]:
     found = {}
-    for stage, overlap in SCALAR_RUNS:
-        with scalar_engine(ctx, stage, overlap=overlap) as engine:
-            series = []
-            for _ in range(3):
-                for micro in range(4):
-                    loss = engine(1.0 + micro + 4 * ctx.rank)
-                    engine.backward(loss, last=last_each_time or micro == 3)
-                series += [engine.step().grad_norm, *weight(engine)]
-            found[f"stage {stage} overlap {overlap}"] = series
+    with ThreadPoolExecutor(max_workers=1) as worker:
+        late = {"transport": lambda group, device_type: Late(group, worker)} if is_late else {}
+        for stage, overlap in SCALAR_RUNS:
+            offload = OffloadOptions(optimizer=place, folder=tempfile.gettempdir())
+            comm = Communicator(ctx.mesh(), **late)
+            with scalar_engine(ctx, stage, overlap=overlap, mesh=comm, offload=offload) as engine:
+                series = []
+                for _ in range(3):
+                    for micro in range(4):
+                        loss = engine(1.0 + micro + 4 * ctx.rank)
+                        engine.backward(loss, last=last_each_time or micro == 3)
+                    series += [engine.step().grad_norm, *weight(engine)]
+                found[f"stage {stage} overlap {overlap}"] = series
     return found
 
 
 @pytest.mark.parametrize("last_each_time", [False, True])
+@pytest.mark.parametrize(
+    ("place", "is_late"), [("none", False), ("none", True), ("host", False), ("disk", False)]
+)
 def test_every_micro_batch_reaches_the_step_in_every_window(
-    ranks: Pools, last_each_time: bool
+    ranks: Pools, last_each_time: bool, place: str, is_late: bool
 ) -> None:
-    """E01, E02: rank 0 sees 1 2 3 4, rank 1 sees 5 6 7 8."""
-    for found in ranks(2)(windows_of_four, last_each_time):
+    """E01, E02 (offload), E06 (late transfers): rank 0 sees 1 2 3 4, rank 1 sees 5 6 7 8."""
+    for found in ranks(2)(windows_of_four, last_each_time, place, is_late):
         for run, series in found.items():
             assert series == [4.5, -4.5, 4.5, -9.0, 4.5, -13.5], run
 

@@ -78,6 +78,7 @@ NAMED = named_runs()
 
 @pytest.mark.parametrize("name", NAMED)
 def test_late_transfers_change_nothing_at_any_stage(ranks: Pools, name: str) -> None:
+    """E19."""
     assert_nothing_changes(ranks, NAMED[name])
 
 

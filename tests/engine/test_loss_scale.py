@@ -78,6 +78,7 @@ def _overflow(ctx: RankContext, stage: int) -> list[object]:
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all_and_touches_nothing(ranks: Pools) -> None:
+    """E64."""
     for stage in range(4):
         results = ranks(2)(_overflow, stage)
         assert results[0] == results[1]

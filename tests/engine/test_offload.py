@@ -190,6 +190,22 @@ def test_a_module_is_as_it_was_where_an_engine_could_not_be_built(
     assert not list(tmp_path.iterdir()), "files were left behind"
 
 
+def test_states_on_the_host_leave_the_device_and_need_no_pinning_without_cuda(
+    ranks: Pools,
+) -> None:
+    """E72: device bytes fall by 12 per parameter and rank, and the host holds just those."""
+    for stage in (1, 2, 3):
+        zero = ZeroOptions(stage=stage)
+        here = ranks(2)(_train, zero, OffloadOptions(), "bf16")[0][2]
+        away = ranks(2)(_train, zero, OffloadOptions(optimizer="host"), "bf16")[0][2]
+        kinds = (Kind.MASTER, Kind.MOMENTS)
+        moved = away.bytes_of(*kinds, where=Where.HOST)
+        shard = here.bytes_of(Kind.MASTER) // 4
+        assert moved == 12 * shard
+        kept = [h.bytes_of(*kinds, where=Where.DEVICE) for h in (here, away)]
+        assert kept == [12 * shard, 0]
+
+
 def test_parameters_are_offloaded_at_stage_3_only(ranks: Pools) -> None:
     with pytest.raises(AssertionError, match=r"needs zero\.stage=3, found 2"):
         ranks(2)(_train, ZeroOptions(stage=2), OffloadOptions(params="host"), "fp32")

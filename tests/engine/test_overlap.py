@@ -73,6 +73,7 @@ def exposed_time(ctx: RankContext, stage: int, overlap: bool) -> list[float]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_overlap_hides_most_of_the_latency_of_a_link(ranks: Pools, stage: int) -> None:
+    """E21."""
     one_by_one, overlapped = (ranks(2)(exposed_time, stage, overlap) for overlap in (False, True))
     for (added_s, added_noted_s), (left_s, left_noted_s) in zip(
         one_by_one, overlapped, strict=True

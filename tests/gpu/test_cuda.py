@@ -90,6 +90,7 @@ def host_tensors(ctx: RankContext, offload: OffloadOptions) -> list[tuple[str, b
 def test_host_memory_that_is_copied_to_and_from_is_pinned(
     cuda_pools: Pools, tmp_path: Path
 ) -> None:
+    """E72."""
     for offload in places(tmp_path)[1:]:
         found = cuda_pools(1)(host_tensors, offload, deadline_s=DEADLINE_S)[0]
         assert found, f"{offload} keeps nothing on the host"

@@ -123,7 +123,7 @@ def lagged(
 def test_a_device_that_lags_behind_the_host_changes_no_bit(
     pools: Pools, tmp_path: Path, index: int
 ) -> None:
-    """A copy to the host that nobody waits for would bring the values of before."""
+    """E71: a copy to the host that nobody waits for would bring the values of before."""
     offload = places(tmp_path)[index]
     pool = pools(1)
     prompt = pool(lagged, ZeroOptions(stage=3), offload, False, deadline_s=DEADLINE_S)[0]

@@ -1,4 +1,4 @@
-"""What is saved at one stage, number of ranks and tp degree loads at any other, bit for bit."""
+"""E73: what is saved at one stage, world and tp degree loads at any other, bit for bit."""
 
 from pathlib import Path
 

@@ -51,6 +51,7 @@ def save_often(ctx: RankContext, folder: Path) -> list[int]:
 
 
 def test_memory_is_flat_over_twenty_saves(ranks: Pools, tmp_path: Path) -> None:
+    """E80."""
     share = 3 * 4 * 5000 * NUM_SMALL // 2
     for sizes in ranks(2)(save_often, tmp_path):
         # A save that kept its staging would add a share each time, eight from here to there.
@@ -75,6 +76,7 @@ def load_counted(ctx: RankContext, folder: Path) -> int:
 
 
 def test_a_rank_reads_its_own_share_and_small_files(ranks: Pools, tmp_path: Path) -> None:
+    """E80."""
     ranks(2)(save_once, tmp_path / "c")
     small_files = [path for path in (tmp_path / "c").iterdir() if path.suffix != ".bin"]
     small_bytes = sum(path.stat().st_size for path in small_files)

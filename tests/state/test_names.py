@@ -42,6 +42,7 @@ def load_mixed(ctx: RankContext, layout: Layout, folder: Path) -> tuple[dict[str
 def test_frozen_weights_buffers_ties_and_settings_come_back(
     ranks: Pools, tmp_path: Path, here: Layout, there: Layout
 ) -> None:
+    """E76."""
     saved = ranks(here.world)(save_mixed, here, tmp_path / "c")[0]
     for loaded, lr in ranks(there.world)(load_mixed, there, tmp_path / "c"):
         # Batch norm follows each rank's own data; what is saved is rank 0's.
