@@ -44,23 +44,29 @@ class Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
-    """The parts of one engine. trained + frozen = flats."""
+    """The parts of one engine."""
 
     module: nn.Module
     comm: Communicator
     device: torch.device
     flats: list[Flat]
     trained: list[Flat]
-    frozen: list[Flat]
     stage: Stage
     arrivals: Arrivals
     optimizer: FlatOptimizer
     shelf: AnyShelf
     """The files of what is offloaded to disk."""
-    unit_uses: Mapping[str, int]
-    """How many modules use each unit in one forward (stage 3)."""
+    units: Sequence[str]
+    """Names of the modules that stage 3 gathers as one."""
+    called: set[str]
+    """Those that have run."""
     staging: list[torch.Tensor] = field(default_factory=list)
     """The host copy that a save under way writes from."""
+
+    @property
+    def frozen(self) -> list[Flat]:
+        """Flats without gradients."""
+        return [flat for flat in self.flats if not flat.layout.trained]
 
 
 def assemble(module: nn.Module, comm: Communicator, choices: Choices) -> Assembly:
@@ -112,6 +118,7 @@ def _assemble(
         zero=zero,
         units=units,
         device=device,
+        called=set(),
         in_backward=lambda: arrivals.is_open,
         hand_out=arrivals.hand_out,
         is_away=_is_away(trained, choices.offload),
@@ -124,14 +131,14 @@ def _assemble(
         device=device,
         flats=flats,
         trained=trained,
-        frozen=[flat for flat in flats if not flat.layout.trained],
         stage=stage,
         arrivals=arrivals,
         optimizer=FlatOptimizer(
             choices.optimizer, groups.settings, trained, stage.part, choices.offload, shelf
         ),
         shelf=shelf,
-        unit_uses=build.count_uses(module, units, flats),
+        units=units,
+        called=parts.called,
     )
     _start_values(assembly, values, axis)
     settle_buffers(module, comm, device)

@@ -1,7 +1,7 @@
 """From a module to flats: param groups, dtypes, units, layouts and memory."""
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,15 +150,18 @@ def stage_units(module: nn.Module, zero: ZeroOptions) -> list[str]:
     return find_units(module, zero.units) if zero.stage == 3 else [""]
 
 
-def count_uses(module: nn.Module, units: Sequence[str], flats: Sequence[Flat]) -> dict[str, int]:
+def count_uses(
+    module: nn.Module, units: Sequence[str], flats: Sequence[Flat], called: Collection[str]
+) -> dict[str, int]:
     """Count the unit modules that gather each unit's parameters: more than one where they are tied.
 
     A module inside another that uses them too finds them whole. Parameters that stay whole are no
-    unit's. Units stand in the module's order, so what is around comes first.
+    unit's. Units stand in the module's order, so what is around comes first. A tied holder that is
+    never called gathers nothing: once forwards have told which are called, only those count.
     """
     units_of = {id(m.parameter): f.layout.unit for f in flats if f.sharded for m in f.members}
     users: dict[str, list[str]] = {}
-    for unit in units:
+    for unit in [unit for unit in units if unit in called or not called]:
         part = module.get_submodule(unit)
         own = [id(p) for p in own_parameters(part, unit, units)]
         for owner in {units_of[key] for key in own if key in units_of}:

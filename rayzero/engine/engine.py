@@ -13,7 +13,7 @@ from rayzero.dist.comm import Communicator
 from rayzero.dist.ledger import Ledger
 from rayzero.dist.mesh import default_mesh
 from rayzero.dist.process import current_store
-from rayzero.engine import holdings, whole
+from rayzero.engine import build, holdings, whole
 from rayzero.engine.assembly import Choices, assemble
 from rayzero.engine.build import GroupsFactory
 from rayzero.engine.loss_scale import LossScale
@@ -265,8 +265,9 @@ class ZeroEngine:
 
     @property
     def unit_uses(self) -> Mapping[str, int]:
-        """How many modules use each unit in one forward."""
-        return self._parts.unit_uses
+        """How many modules use each unit in one forward, as far as forwards have told."""
+        parts = self._parts
+        return build.count_uses(self.module, parts.units, parts.flats, parts.called)
 
     def _judge(self, window: Window) -> bool:
         """Whether to apply the step; raise where the policy says so."""

@@ -25,6 +25,8 @@ class StageParts:
     zero: ZeroOptions
     units: Sequence[str]
     device: torch.device
+    called: set[str]
+    """Units whose modules have run, which stage 3 notes."""
     in_backward: Callable[[], bool]
     hand_out: Callable[[Flat], None]
     """Begin the reduction of a flat's gradients of this backward."""

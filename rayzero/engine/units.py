@@ -51,9 +51,11 @@ class UnitHooks:
         *,
         in_backward: Callable[[], bool],
         used_up: Callable[[Unit], None],
+        called: set[str],
         prefetcher: Callable[[], Prefetcher],
     ) -> None:
         self._units = units
+        self._called = called
         self._forward, self._backward = prefetcher(), prefetcher()
         self._in_backward = in_backward
         self._used_up = used_up
@@ -73,7 +75,7 @@ class UnitHooks:
             own = [id(p) for p in own_parameters(part, unit.name, names)]
             used = dict.fromkeys(owner[key] for key in own if key in owner)
             if used:
-                self._watch(part, tuple(used))
+                self._watch(unit.name, part, tuple(used))
 
     def start_forward(self) -> None:
         """Begin a forward; forget modules that one which raised left running."""
@@ -107,8 +109,9 @@ class UnitHooks:
         for handle in self._handles:
             handle.remove()
 
-    def _watch(self, part: nn.Module, used: tuple[Unit, ...]) -> None:
+    def _watch(self, name: str, part: nn.Module, used: tuple[Unit, ...]) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            self._called.add(name)
             self._unshard(used)
             for unit in used:
                 unit.running += not self._in_backward()

@@ -31,6 +31,7 @@ class Zero3:
             self._units,
             in_backward=parts.in_backward,
             used_up=self._used_up,
+            called=parts.called,
             prefetcher=lambda: self._prefetcher(parts.zero),
         )
         self._wire = parts.wire("reduce_scatter", lambda f: True)

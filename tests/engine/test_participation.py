@@ -1,5 +1,6 @@
 """Parameters that are unused, frozen, repeated, shared or chosen by data."""
 
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rayzero.engine import ZeroEngine, ZeroOptions
-from rayzero.records import Kind
+from rayzero.engine import OffloadOptions, ZeroEngine, ZeroOptions
+from rayzero.records import Kind, Transfer
+from rayzero.theory.traffic import step_transfers
 from tests.engine.harness import (
     EVERY_STAGE,
     STAGE_3,
@@ -24,6 +26,7 @@ from tests.engine.harness import (
     scalar_engine,
     weight,
 )
+from tests.gpu.cases import question_of, stack_engine
 from tests.ranks import Pools, RankContext
 
 
@@ -365,3 +368,31 @@ def test_branches_chosen_by_data_inside_units(ranks: Pools) -> None:
     """E03, E25: a rank that skips a parameter must not wait where the others go on."""
     script = Script(make=GatedStack, loss=gated_loss)
     assert_trains_like_plain(ranks, script, options=[*EVERY_STAGE, *STAGE_3])
+
+
+class Idle(nn.Module):
+    """A tied holder that nobody calls, beside one that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.idle, self.last = (nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.idle.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x)).square().mean()
+
+
+def idle_gathers(ctx: RankContext) -> tuple[Counter[Transfer], Counter[Transfer]]:
+    zero = ZeroOptions(stage=3, units=["first", "idle", "last"])
+    with stack_engine(ctx, zero, module=Idle()) as engine:
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 8, requires_grad=True)))
+            engine.step()
+        question = question_of(engine, zero, OffloadOptions(), "fp32")
+        found = Counter(engine.ledger.transfers)
+        return found, Counter(step_transfers(question, backwards=1, reductions=1))
+
+
+def test_a_tied_holder_that_is_never_called_is_not_gathered_for(ranks: Pools) -> None:
+    for found, formula in ranks(2)(idle_gathers):
+        assert found == formula
