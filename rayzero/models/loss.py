@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class CrossEntropy(nn.Module):
+class CrossEntropy(nn.CrossEntropyLoss):
     """Mean over all tokens of -log softmax(logits)[target], computed in fp32 or better.
 
     A target of -100 counts nowhere. In training, label_smoothing of each target's probability is
@@ -16,8 +16,7 @@ class CrossEntropy(nn.Module):
     """
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
-        super().__init__()
-        self.label_smoothing = label_smoothing
+        super().__init__(label_smoothing=label_smoothing)
 
     def forward(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         """Return a scalar."""

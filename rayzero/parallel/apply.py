@@ -12,7 +12,7 @@ from rayzero.layout.spec import TpShard
 from rayzero.parallel.cutter import Cutter
 from rayzero.parallel.entry import SharedEntry, unit_of_entry
 from rayzero.parallel.layers import RowLinear, Share, SharedWeights, VocabEmbedding, WholeHeads
-from rayzero.parallel.loss import VocabCrossEntropy
+from rayzero.parallel.loss import IGNORED, VocabCrossEntropy
 from rayzero.parallel.masks import OwnMasks
 from rayzero.parallel.plan import Heads, Plan, heads_of, styled
 from rayzero.parallel.region import AXIS, enter_together
@@ -85,6 +85,7 @@ class Surgeon:
         if not isinstance(linear, nn.Linear):
             self._share_weights(linear, partial(enter_together, comm=comm), name)
             return
+        linear = _expect(linear, nn.Linear, name, Style.COLUMN)
         if num_heads is None or num_heads % ranks == 0:
             self._cut_outputs(linear, name)
         elif ranks % num_heads == 0:
@@ -111,27 +112,34 @@ class Surgeon:
     def _cut_vocabulary(self, target: nn.Module, name: str) -> None:
         if isinstance(target, nn.Linear):
             self._vocabulary = target.out_features
-            self._cut_outputs(target, name, pads=True)
-        elif isinstance(target, nn.Embedding):
-            weight = self.cutter.cut(target, "weight", dim=0, name=name, pads=True)
-            self._replace(name, VocabEmbedding(weight, self._stream, name))
-        elif next(target.parameters(), None) is None:
+            self._cut_outputs(_expect(target, nn.Linear, name, Style.VOCAB), name, pads=True)
+        elif isinstance(target, nn.CrossEntropyLoss):
             self._cut_loss(target, name)
         else:
-            raise ConfigError(
-                f"the tensor-parallel plan gives {name} the style vocab, which is for Linear, "
-                f"Embedding and a loss without weights; it is a {type(target).__name__}"
-            )
+            table = _expect(target, nn.Embedding, name, Style.VOCAB)
+            weight = self.cutter.cut(table, "weight", dim=0, name=name, pads=True)
+            layer = VocabEmbedding(weight, self._stream, name, padding_idx=table.padding_idx)
+            self._replace(name, layer)
 
-    def _cut_loss(self, target: nn.Module, name: str) -> None:
+    def _cut_loss(self, target: nn.CrossEntropyLoss, name: str) -> None:
+        if (target.reduction, target.ignore_index, target.weight) != ("mean", IGNORED, None):
+            raise ConfigError(
+                f"the tensor-parallel plan gives {name} the style vocab: over a split vocabulary a "
+                f"loss is the mean over tokens without class weights, with ignore_index={IGNORED}"
+            )
         if self._vocabulary is None:
             raise ConfigError(
                 f"the tensor-parallel plan gives {name} the style vocab, but no Linear before it: "
                 "a loss over a split vocabulary needs the layer that splits it"
             )
-        smoothing = float(getattr(target, "label_smoothing", 0.0))
-        comm, size = self._stream.comm, self._vocabulary
-        loss = VocabCrossEntropy(comm, name, vocab_size=size, label_smoothing=smoothing)
+        is_torchs = type(target) is nn.CrossEntropyLoss
+        loss = VocabCrossEntropy(
+            self._stream.comm,
+            name,
+            vocab_size=self._vocabulary,
+            label_smoothing=target.label_smoothing,
+            eval_smoothing=target.label_smoothing if is_torchs else 0.0,
+        )
         self._replace(name, loss)
 
     def _share(self, target: nn.Module, name: str) -> None:
@@ -159,9 +167,11 @@ class Surgeon:
 
 
 def _expect(target: nn.Module, kind: type[Layer], name: str, style: Style) -> Layer:
-    if not isinstance(target, kind):
+    """Return the module if it computes what its kind does: a subclass may scale or renorm."""
+    renorms = getattr(target, "max_norm", None) is not None
+    if not isinstance(target, kind) or type(target).forward is not kind.forward or renorms:
         raise ConfigError(
             f"the tensor-parallel plan gives {name} the style {style.value}, which is for "
-            f"{kind.__name__}; it is a {type(target).__name__}"
+            f"a plain {kind.__name__}; it is a {type(target).__name__}"
         )
     return target

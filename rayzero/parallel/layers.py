@@ -6,6 +6,7 @@ B batch, T tokens, I and O a linear's inputs and outputs, D hidden, V vocabulary
 import copy
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -77,9 +78,12 @@ class VocabEmbedding(nn.Module):
                 | rows of rank 1 |
     """
 
-    def __init__(self, weight: nn.Parameter, stream: Stream, unit: str) -> None:
+    def __init__(
+        self, weight: nn.Parameter, stream: Stream, unit: str, *, padding_idx: int | None = None
+    ) -> None:
         super().__init__()
         self.weight = weight
+        self._padding_idx = padding_idx
         self._stream = stream
         self._unit = unit
 
@@ -88,6 +92,10 @@ class VocabEmbedding(nn.Module):
         first = self._stream.comm.rank(AXIS) * self.weight.shape[0]
         local_BT, is_elsewhere_BT = local_index(tokens_BT, first, self.weight.shape[0])
         rows_BTD = F.embedding(local_BT, self.weight)
+        if self._padding_idx is not None:
+            # As torch does: the token of padding has a row, and the row no gradient.
+            is_padding_BT1 = (tokens_BT == self._padding_idx).unsqueeze(-1)
+            rows_BTD = torch.where(is_padding_BT1, rows_BTD.detach(), rows_BTD)
         own_BTD = rows_BTD.masked_fill(is_elsewhere_BT.unsqueeze(-1), 0.0)
         return self._stream.leave(own_BTD, self._unit)
 

@@ -50,13 +50,20 @@ class VocabCrossEntropy(nn.Module):
     """Mean over all tokens of -log softmax(whole logits)[target], in fp32 or better."""
 
     def __init__(
-        self, comm: Communicator, unit: str, *, vocab_size: int, label_smoothing: float = 0.0
+        self,
+        comm: Communicator,
+        unit: str,
+        *,
+        vocab_size: int,
+        label_smoothing: float = 0.0,
+        eval_smoothing: float = 0.0,
     ) -> None:
         super().__init__()
         self._comm = comm
         self._unit = unit
         self._vocab_size = vocab_size
         self.label_smoothing = label_smoothing
+        self._eval_smoothing = eval_smoothing
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the scalar that every rank of the tp group shares."""
@@ -64,7 +71,7 @@ class VocabCrossEntropy(nn.Module):
             comm=self._comm,
             unit=self._unit,
             size=self._vocab_size,
-            smoothing=self.label_smoothing if self.training else 0.0,
+            smoothing=self.label_smoothing if self.training else self._eval_smoothing,
         )
         loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
             logits.flatten(0, -2), targets.flatten(), vocabulary

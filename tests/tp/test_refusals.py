@@ -13,12 +13,23 @@ from tests.ranks import Pools, RankContext
 from tests.tp.cases import MODELS
 
 
+class Scaled(nn.Embedding):
+    """An embedding that computes something else, as Gemma's does."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return rows times two."""
+        return 2.0 * super().forward(tokens)
+
+
 def refusal(context: RankContext, plan: Plan, outputs: int) -> str:
     """Return the message that the plan gets for our model with one more linear beside it."""
     comm = Communicator(context.mesh(tp=context.world))
     with torch.device("meta"):
         model = Transformer(MODELS["gpt2 tied"])
         model.add_module("extra", nn.Linear(4, outputs))
+        model.add_module("scaled", Scaled(4, 4))
+    model.add_module("error", nn.MSELoss())
+    model.add_module("weighted", nn.CrossEntropyLoss(reduction="sum"))
     with pytest.raises(ConfigError) as caught:
         apply(model, plan, comm)
     comm.close()
@@ -31,9 +42,14 @@ def refusal(context: RankContext, plan: Plan, outputs: int) -> str:
         ({"blocks.*.atention": Style.COLUMN}, ["blocks.*.atention", "no module"]),
         ({"extra": Style.COLUMN}, ["parallel.tp=2", "extra.weight", "5"]),
         ({"norm": Style.ROW}, ["norm", "row", "LayerNorm"]),
+        ({"scaled": Style.VOCAB}, ["scaled", "vocab", "a plain Embedding", "Scaled"]),
+        ({"error": Style.VOCAB}, ["error", "vocab", "MSELoss"]),
+        ({"weighted": Style.VOCAB}, ["weighted", "mean over tokens", "ignore_index=-100"]),
+        ({"loss": Style.VOCAB}, ["loss", "no Linear before it"]),
+        ({"blocks": Style.COLUMN}, ["blocks", "weights are in modules inside it"]),
         ({"tokens": Style.VOCAB}, ["output.weight", "shares", "output no style"]),
     ],
-    ids=["no such module", "does not divide", "wrong kind", "shared"],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_plan_that_does_not_fit_is_refused(ranks: Pools, plan: Plan, words: list[str]) -> None:
     for message in ranks(2)(refusal, plan, 5):

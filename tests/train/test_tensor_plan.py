@@ -30,7 +30,7 @@ SIZES = {
 }
 WIDTHS = {**SIZES, "num_key_value_heads": 2, "head_dim": 4}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": {**WIDTHS, "vocab_size": 257},
+    "llama": {**WIDTHS, "vocab_size": 257, "pad_token_id": 65},
     "qwen3": {**WIDTHS, "vocab_size": 256, "tie_word_embeddings": True},
     "gpt_neox": {**SIZES, "vocab_size": 256},
 }
