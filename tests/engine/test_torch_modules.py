@@ -108,7 +108,7 @@ def test_sparse_gradients_are_summed_as_dense_ones(ranks: Pools) -> None:
 def under_autocast(ctx: RankContext) -> list[dict[str, torch.Tensor]]:
     found = []
     for stage in range(4):
-        script = Script(make=Lstm, loss=sequence_loss)
+        script = Script(make=Attention, loss=sequence_loss)
         with ZeroEngine(
             built(script).float(), optimizer=ADAMW, zero=ZeroOptions(stage=stage), mesh=ctx.mesh()
         ) as engine:

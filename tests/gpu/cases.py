@@ -92,7 +92,7 @@ def question_of(
             fraction=offload.fraction,
         ),
         overlap=zero.overlap,
-        pairwise=engine.comm.is_pairwise,
+        carrier=engine.carrier,
         uses=tuple(engine.unit_uses.items()),
     )
 
