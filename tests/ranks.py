@@ -6,6 +6,7 @@ hard deadline; when it fires, what every rank said or did not say is printed.
 """
 
 import contextlib
+import importlib.util
 import multiprocessing
 import os
 import pickle
@@ -39,6 +40,11 @@ class RankContext:
         if key not in self.meshes:
             self.meshes[key] = build_mesh(self.device, replicate=replicate, shard=shard, tp=tp)
         return self.meshes[key]
+
+    def built(self, device_type: str, *, replicate: int, shard: int, tp: int) -> Any:
+        """Stand in for build_mesh."""
+        assert device_type == self.device
+        return self.mesh(replicate=replicate, shard=shard, tp=tp)
 
 
 class RankError(AssertionError):
@@ -140,6 +146,8 @@ def _serve(rank: int, world: int, device: str, pipe: Connection, folder: str) ->
         backend_of(device), store=store, rank=rank, world_size=world, timeout=timeout
     )
     context = RankContext(rank=rank, world=world, device=device)
+    if importlib.util.find_spec("omegaconf") is not None:
+        reuse_meshes(context)
     while True:
         try:
             function, args = pickle.loads(pipe.recv_bytes())
@@ -152,6 +160,15 @@ def _serve(rank: int, world: int, device: str, pipe: Connection, folder: str) ->
             answer = (False, traceback.format_exc())
         with contextlib.suppress(OSError):
             pipe.send_bytes(pickle.dumps(answer))
+
+
+def reuse_meshes(context: RankContext) -> None:
+    """Let cells that follow each other share meshes.
+
+    A mesh that nobody destroys leaves threads of gloo behind, which wake up 100 times a second.
+    """
+    for name in ("rayzero.train.build", "rayzero.train.observe"):
+        importlib.import_module(name).build_mesh = context.built  # type: ignore[attr-defined]
 
 
 class Pools:

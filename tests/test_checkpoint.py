@@ -48,7 +48,7 @@ def test_what_is_inside_is_shown_and_whether_it_is_whole(
     assert code == 0
     assert "first is whole: step 1, saved by stage 3 on 2 ranks" in text
     assert "output.weight tied to tokens.weight" in text
-    assert "tokens.weight │ 26 x 20 │ bfloat16 │ float32 │ float32 │ float32 │ 7,280" in text
+    assert "tokens.weight │ 27 x 20 │ bfloat16 │ float32 │ float32 │ float32 │ 7,560" in text
     flip(first / "rank-00001.bin")
     code, text = shown(capsys, "first")
     assert code == 1

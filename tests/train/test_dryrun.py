@@ -13,7 +13,7 @@ from rayzero.engine import zero2
 from rayzero.engine.flats import Flat
 from rayzero.engine.zero3 import Zero3
 from rayzero.errors import CombinationError, ConfigError
-from rayzero.records import Carrier, DryRunReport, Holdings, Kind, Phase, RankReport, Where
+from rayzero.records import DryRunReport, Holdings, Kind, Phase, RankReport, Where
 from rayzero.theory.memory import holdings_of
 from rayzero.theory.question import question_of
 from rayzero.train.dryrun import dry_run
@@ -54,9 +54,9 @@ def check_formula(report: DryRunReport) -> None:
 
 
 def check_ranks(dry: DryRunReport, real: RankReport, config: CellConfig) -> None:
-    """Hold a dry run against the same rank run for real: all but the pairwise scratch is equal."""
+    """Hold a dry run against the same rank run for real: all but the scratch is equal."""
     assert by_kind(dry.after_step, Kind.BUCKETS) == by_kind(real.holdings, Kind.BUCKETS)
-    with_scratch = question_of(config, world=dry.world, rank=dry.rank, carrier=Carrier.PAIRWISE)
+    with_scratch = question_of(config, world=dry.world, rank=dry.rank, carrier=real.carrier)
     scratch = holdings_of(with_scratch).bytes_of(Kind.BUCKETS) - dry.formula_after_step.bytes_of(
         Kind.BUCKETS
     )
