@@ -8,6 +8,8 @@ from typing import SupportsFloat
 class Kind(Enum):
     """What held bytes are for. Every byte an engine holds has one of these names."""
 
+    __hash__ = object.__hash__  # By identity: Enum hashes the name in Python, each time.
+
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
     MASTER = "master"
@@ -21,6 +23,8 @@ class Kind(Enum):
 
 class Where(Enum):
     """The memory that holds bytes. On a machine without accelerator the host is the device."""
+
+    __hash__ = object.__hash__  # By identity: Enum hashes the name in Python, each time.
 
     DEVICE = "device"
     HOST = "host"

@@ -1,5 +1,7 @@
 """Small checks that raise ConfigError with the key, the value found and what is allowed."""
 
+import math
+
 from rayzero.errors import CombinationError, ConfigError
 
 
@@ -22,4 +24,5 @@ def at_least(key: str, value: int | float, minimum: int | float) -> None:
 
 def divisors(number: int) -> list[int]:
     """Return the divisors of a positive number, ascending."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return low + [number // d for d in reversed(low) if d * d != number]

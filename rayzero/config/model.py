@@ -57,7 +57,7 @@ class ModelConfig:
     """Activation checkpointing."""
     factory: str | None = None
     """A user's model, package.module:function; called with factory_args, returns an nn.Module."""
-    factory_args: dict[str, object] = field(default_factory=dict)
+    factory_args: dict[str, object] = field(default_factory=dict, hash=False)
     """Keyword arguments of the factory."""
     config: str | None = None
     """What the factory is to build, where it offers a choice; model=hf takes a model_type."""

@@ -1,5 +1,6 @@
 """Which dtype each kind of bytes has, given a parameter's; shared by engine and theory."""
 
+import functools
 from dataclasses import dataclass
 
 ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -20,6 +21,7 @@ class FlatDtypes:
         return self.master != self.params
 
 
+@functools.cache
 def dtypes_of(params: str, *, reduce: str | None, accumulate: str, master: str) -> FlatDtypes:
     """Resolve the dtypes of a flat. fp64 parameters keep fp64 throughout; reduce=None follows
     accumulate."""

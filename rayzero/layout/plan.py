@@ -25,15 +25,16 @@ def plan_buckets(
     """
     limit = default_bucket(specs) if bucket_elements is None else bucket_elements
     open_flats: dict[Key, list[ParamSpec]] = {}
+    room: dict[Key, int] = {}
     order: list[list[ParamSpec]] = []
-    for spec in reversed(specs):
-        key = _key(replace(spec, unit=""))
-        members = open_flats.get(key)
-        if members is None or _numel(members) + spec.numel > limit:
-            members = open_flats[key] = []
-            order.append(members)
-        members.append(spec)
-    return _number(([replace(s, unit="") for s in members] for members in order), shards)
+    for spec in (replace(s, unit="") for s in reversed(specs)):
+        key, numel = _key(spec), spec.numel
+        if key not in open_flats or numel > room[key]:
+            open_flats[key], room[key] = [], limit
+            order.append(open_flats[key])
+        open_flats[key].append(spec)
+        room[key] -= numel
+    return _number(order, shards)
 
 
 def default_bucket(specs: Sequence[ParamSpec]) -> int:

@@ -5,6 +5,7 @@ frozen), one after another, padded at its end to a multiple of shards x ALIGNMEN
 A *shard* is one of its equal parts. A *span* is a run of elements.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -77,7 +78,7 @@ class Piece:
     in_shard: Span
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FlatLayout:
     """One flat: its parameters in order, those split by tp last, then padding."""
 
@@ -96,18 +97,18 @@ class FlatLayout:
         """A short name for ledgers and errors."""
         return f"{'whole' if self.persistent else self.unit or 'bucket'}#{self.index}"
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Elements of parameters, without padding."""
         return self.slots[-1].span.stop if self.slots else 0
 
-    @property
+    @functools.cached_property
     def padded(self) -> int:
         """Elements with padding: a multiple of shards x ALIGNMENT."""
         step = self.shards * ALIGNMENT
         return -(-self.numel // step) * step
 
-    @property
+    @functools.cached_property
     def shard_elements(self) -> int:
         """Elements of one shard, padding included."""
         return self.padded // self.shards
@@ -127,7 +128,8 @@ class FlatLayout:
 
     def shard_padding(self, index: int) -> int:
         """Elements of padding in shard `index`."""
-        return self.shard(index).overlap(Span(start=self.numel, stop=self.padded)).elements
+        size = self.shard_elements
+        return min(size, max(0, (index + 1) * size - self.numel))
 
     def pieces(self, index: int) -> list[Piece]:
         """List the parts of parameters that shard `index` holds."""

@@ -5,16 +5,33 @@ stage 0 holds 2 Psi + 2 Psi + K Psi, stage 1 2 Psi + 2 Psi + K Psi/N, stage 2 2 
 stage 3 (4+K) Psi/N (Rajbhandari et al., arXiv:1910.02054, section 5 and figure 1).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from rayzero.config.cell import CellConfig
 from rayzero.layout.dtypes import ITEMSIZE
 from rayzero.layout.spec import FlatLayout
 from rayzero.layout.volume import scratch_elements
 from rayzero.records import Carrier, Held, Holdings, Kind, Where
-from rayzero.theory.question import COUNTER_BYTES, Question, question_of
+from rayzero.theory.question import COUNTER_BYTES, Question, counted_question_of
 
 STATES = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.MASTER, Kind.MOMENTS)
+
+
+class Elements(NamedTuple):
+    """Elements, of which so many are padding."""
+
+    elements: int
+    padding: int
+
+
+class Alike(NamedTuple):
+    """Flats that are treated alike, such as `flat`: their sizes together, whole and own shards."""
+
+    flat: FlatLayout
+    num_flats: int
+    whole: Elements
+    own: Elements
 
 
 def holdings_of(
@@ -22,8 +39,9 @@ def holdings_of(
 ) -> Holdings:
     """Return what the rank holds between steps: gradients and buckets live from the first backward,
     moments and counters from the first applied step."""
-    lines = list(_parameters(question))
-    lines += _states(question, after_backward=after_backward, after_step=after_step)
+    groups = _groups(question)
+    lines = list(_parameters(question, groups))
+    lines += _states(question, groups, after_backward=after_backward, after_step=after_step)
     lines.append(Held(kind=Kind.MODULE_BUFFERS, num_bytes=question.buffers_bytes))
     if after_backward:
         lines.append(Held(kind=Kind.BUCKETS, num_bytes=bucket_bytes(question)))
@@ -48,7 +66,13 @@ def staging_bytes(question: Question) -> int:
     that it meets.
     """
     q = question
-    on_disk = [flat for flat in q.trained if q.where(flat) is Where.DISK]
+    # Of flats that one stands for, two fill both sets; more of them change nothing.
+    on_disk = [
+        flat
+        for flat in q.trained
+        if q.where(flat) is Where.DISK
+        for _ in range(min(2, q.count(flat)))
+    ]
     elements = [flat.shard_elements if q.stage >= 1 else flat.padded for flat in on_disk]
     dtypes = [{q.dtypes(flat).master for flat in on_disk[first::2]} for first in (0, 1)]
     one_of_each = sum(ITEMSIZE[name] for names in dtypes for name in names)
@@ -61,7 +85,7 @@ def bucket_bytes(question: Question) -> int:
     Stages 2 and 3 send from a buffer as long as the longest flat; stages 0 and 1 only where the
     wire has another dtype than the sum. Pairwise exchange receives the peers' parts into scratch.
     """
-    slots = min(2 if question.overlap else 1, len(question.trained))
+    slots = min(2 if question.overlap else 1, sum(map(question.count, question.trained)))
     buffer: dict[str, int] = {}
     scratch: dict[str, int] = {}
     for flat in question.trained:
@@ -75,7 +99,7 @@ def bucket_bytes(question: Question) -> int:
 
 def cell_holdings(config: CellConfig, world: int, *, rank: int, carrier: Carrier) -> Holdings:
     """Return what a rank of a cell with our transformer holds between steps."""
-    return holdings_of(question_of(config, world=world, rank=rank, carrier=carrier))
+    return holdings_of(counted_question_of(config, world=world, rank=rank, carrier=carrier))
 
 
 def cell_state_bytes(config: CellConfig, world: int) -> int:
@@ -83,52 +107,75 @@ def cell_state_bytes(config: CellConfig, world: int) -> int:
     return cell_holdings(config, world, rank=0, carrier=Carrier.NATIVE).bytes_of(*STATES)
 
 
-def _parameters(question: Question) -> Iterator[Held]:
-    for flat in question.layouts:
-        is_sharded = question.is_sharded(flat)
-        place = question.home(flat)
-        yield _held(Kind.PARAMETERS, place, question, flat, flat.dtype, is_sharded)
-        if is_sharded:
-            # One scalar, which the flat's parameters show while they are sharded.
-            yield Held(kind=Kind.COUNTERS, num_bytes=ITEMSIZE[flat.dtype])
-
-
-def _states(question: Question, *, after_backward: bool, after_step: bool) -> Iterator[Held]:
+def _groups(question: Question) -> list[Alike]:
     q = question
-    for flat in q.trained:
+    found: dict[tuple[str, bool, bool, Where], list[FlatLayout]] = {}
+    for flat in q.layouts:
+        treatment = (flat.dtype, flat.trained, q.is_sharded(flat), q.where(flat))
+        found.setdefault(treatment, []).append(flat)
+    return [_summed(q, flats) for flats in found.values()]
+
+
+def _summed(question: Question, flats: Sequence[FlatLayout]) -> Alike:
+    num_flats = elements = numel = own = own_padding = 0
+    for flat in flats:
+        count = question.count(flat)
+        num_flats += count
+        elements += count * flat.padded
+        numel += count * flat.numel
+        own += count * flat.shard_elements
+        own_padding += count * flat.shard_padding(question.shard_index)
+    whole = Elements(elements, padding=elements - numel)
+    return Alike(flats[0], num_flats, whole, Elements(own, own_padding))
+
+
+def _parameters(question: Question, groups: Sequence[Alike]) -> Iterator[Held]:
+    for group in groups:
+        flat = group.flat
+        is_sharded = question.is_sharded(flat)
+        yield _held(Kind.PARAMETERS, question.home(flat), group, flat.dtype, is_sharded)
+        if is_sharded:
+            # One scalar, which a flat's parameters show while they are sharded.
+            num_bytes = group.num_flats * ITEMSIZE[flat.dtype]
+            yield Held(kind=Kind.COUNTERS, num_bytes=num_bytes)
+
+
+def _states(
+    question: Question, groups: Sequence[Alike], *, after_backward: bool, after_step: bool
+) -> Iterator[Held]:
+    q = question
+    for group in groups:
+        flat = group.flat
+        if not flat.trained:
+            continue
         place, dtypes = q.where(flat), q.dtypes(flat)
         memory = Where.DEVICE if place is Where.DEVICE else Where.HOST
         if q.has_copy(flat):
-            yield _held(Kind.MASTER, place, q, flat, dtypes.master, q.stage >= 1)
+            yield _held(Kind.MASTER, place, group, dtypes.master, q.stage >= 1)
         if after_backward:
             where = memory if q.stage >= 2 else Where.DEVICE
-            yield _held(Kind.GRADIENTS, where, q, flat, dtypes.accumulate, q.stage >= 2)
+            yield _held(Kind.GRADIENTS, where, group, dtypes.accumulate, q.stage >= 2)
         if after_step:
-            moment = _held(Kind.MOMENTS, place, q, flat, dtypes.master, q.stage >= 1)
+            moment = _held(Kind.MOMENTS, place, group, dtypes.master, q.stage >= 1)
             yield from [moment] * q.optimizer.moments
-            counters = q.optimizer.counters * COUNTER_BYTES
+            counters = group.num_flats * q.optimizer.counters * COUNTER_BYTES
             yield Held(kind=Kind.COUNTERS, where=memory, num_bytes=counters)
 
 
-def _held(
-    kind: Kind, where: Where, question: Question, flat: FlatLayout, dtype: str, sharded: bool
-) -> Held:
-    """Return a flat's bytes, or those of its own shard."""
+def _held(kind: Kind, where: Where, group: Alike, dtype: str, sharded: bool) -> Held:
+    """Return the bytes of flats, or those of their own shards."""
     size = ITEMSIZE[dtype]
-    if sharded:
-        elements, padding = flat.shard_elements, flat.shard_padding(question.shard_index)
-    else:
-        elements, padding = flat.padded, flat.padded - flat.numel
+    elements, padding = group.own if sharded else group.whole
     return Held(kind=kind, where=where, num_bytes=elements * size, padding_bytes=padding * size)
 
 
 def _merged(lines: Iterable[Held]) -> Holdings:
     """Sum lines of the same kind and place."""
-    sums: dict[tuple[Kind, Where], tuple[int, int]] = {}
+    sums: dict[tuple[Kind, Where], list[int]] = {}
     for line in lines:
-        num_bytes, padding = sums.get((line.kind, line.where), (0, 0))
-        key = (line.kind, line.where)
-        sums[key] = (num_bytes + line.num_bytes, padding + line.padding_bytes)
+        total = sums.setdefault((line.kind, line.where), [0, 0])
+        total[0] += line.num_bytes
+        total[1] += line.padding_bytes
     return Holdings(
         entries=tuple(
             Held(kind=kind, where=where, num_bytes=num_bytes, padding_bytes=padding)

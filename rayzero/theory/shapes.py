@@ -4,6 +4,7 @@ A test holds this list equal to the module's own, for all named sizes; so theory
 model without building it. D hidden, F feed-forward width, V vocabulary, S longest sequence.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -81,6 +82,7 @@ class ModelShape:
         return tuple(dict.fromkeys(p.unit for p in self.params if p.unit))
 
 
+@functools.lru_cache(maxsize=64)
 def shape_of(config: ModelConfig) -> ModelShape:
     """List the parameters of our transformer."""
     return ModelShape(params=tuple(_params(config)))

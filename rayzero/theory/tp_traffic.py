@@ -33,8 +33,16 @@ def tp_transfers(config: CellConfig, question: Question, micro_steps: int) -> tu
     if question.tp == 1:
         return ()
     parts = _micro_step(config, question, micro_steps)
-    stream = parts.sequence_stream() if config.parallel.sequence else parts.whole_stream()
-    return (*stream, *parts.loss()) * micro_steps
+    return tuple(parts.transfers(config.model.num_layers)) * micro_steps
+
+
+def transformer_sent_bytes(config: CellConfig, question: Question, micro_steps: int) -> int:
+    """Sum what they send, without listing every block: all blocks send the same."""
+    if question.tp == 1:
+        return 0
+    parts = _micro_step(config, question, micro_steps)
+    none, one = (sum(t.sent_bytes for t in parts.transfers(layers)) for layers in (0, 1))
+    return (none + config.model.num_layers * (one - none)) * micro_steps
 
 
 def _micro_step(config: CellConfig, question: Question, micro_steps: int) -> "MicroStep":
@@ -51,11 +59,17 @@ class MicroStep:
     question: Question
     tokens: int
 
-    def whole_stream(self) -> Iterator[Transfer]:
+    def transfers(self, num_layers: int) -> Iterator[Transfer]:
+        """All of our transformer with so many blocks."""
+        in_sequence = self.config.parallel.sequence
+        yield from (self._sequence_stream if in_sequence else self._whole_stream)(num_layers)
+        yield from self._loss()
+
+    def _whole_stream(self, num_layers: int) -> Iterator[Transfer]:
         """All-reduces of activations that every rank has whole."""
         forward, backward = Phase.FORWARD, Phase.BACKWARD
         yield self._stream("all_reduce", "tokens", forward)
-        for index in range(self.config.model.num_layers):
+        for index in range(num_layers):
             block = f"blocks.{index}"
             yield self._stream("all_reduce", f"{block}.attention.o", forward)
             yield self._stream("all_reduce", f"{block}.feed_forward.down", forward)
@@ -68,14 +82,14 @@ class MicroStep:
             yield from self._whole_heads(f"{block}.attention")
         yield self._stream("all_reduce", "output", backward)
 
-    def sequence_stream(self) -> Iterator[Transfer]:
+    def _sequence_stream(self, num_layers: int) -> Iterator[Transfer]:
         """All-gathers and reduce-scatters of activations of which every rank has its tokens."""
         forward, backward = Phase.FORWARD, Phase.BACKWARD
         enter, leave = ("all_gather", "reduce_scatter"), ("reduce_scatter", "all_gather")
         yield from self._both(leave, "tokens")
         if self._is_gpt2:
             yield from self._positions()
-        for index in range(self.config.model.num_layers):
+        for index in range(num_layers):
             block = f"blocks.{index}"
             for part, last in (("attention", "o"), ("feed_forward", "down")):
                 yield from self._norm(f"{block}.{part}_norm")
@@ -94,7 +108,7 @@ class MicroStep:
         yield self._stream("all_gather", "output", forward)
         yield self._stream("reduce_scatter", "output", backward)
 
-    def loss(self) -> Iterator[Transfer]:
+    def _loss(self) -> Iterator[Transfer]:
         """Two small all-reduces of the cross-entropy over a split vocabulary."""
         sums = 3 if self.config.model.label_smoothing else 2
         for unit, numbers in (("loss.max", 1), ("loss.sum", sums)):

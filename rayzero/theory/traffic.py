@@ -5,13 +5,15 @@ stage 1 (r+1) Psi f, stage 2 (g+1) Psi f, stage 3 3 g Psi f (Rajbhandari et al.,
 section 7: 2, 2, 2, 3 Psi at g = r = 1). Here Psi is counted flat by flat, with its padding.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from rayzero.config.cell import CellConfig
 from rayzero.layout import volume
 from rayzero.layout.dtypes import ITEMSIZE
 from rayzero.layout.spec import FlatLayout
-from rayzero.records import Phase, Transfer
-from rayzero.theory.question import Question
+from rayzero.records import Carrier, Phase, Transfer
+from rayzero.theory.question import Question, counted_question_of
+from rayzero.theory.tp_traffic import transformer_sent_bytes
 
 WINDOW_ELEMENTS = 6
 """What data ranks exchange per step: two sums of squares, the weight and three counts, in fp64."""
@@ -23,27 +25,44 @@ def step_transfers(
     question: Question, *, backwards: int = 1, reductions: int = 1
 ) -> tuple[Transfer, ...]:
     """List the engine's transfers of a step with this many backwards, `reductions` of them last."""
-    q = question
-    found = list(_windows(q))
-    if q.stage > 0 and q.replicate > 1:
-        found += [_averaged(q, flat) for flat in q.trained]
-    if q.shards == 1:
-        return tuple(t for t in found if t.elements)
-    for flat in q.trained:
-        found += _reductions(q, flat, backwards, reductions)
-        if q.stage in (1, 2) or flat.persistent:
-            found.append(_moved(q, flat, "all_gather", Phase.STEP, flat.dtype))
-    if q.stage == 3:
-        for flat in filter(q.is_sharded, q.layouts):
-            for phase in (Phase.FORWARD, Phase.BACKWARD):
-                gather = _moved(q, flat, "all_gather", phase, flat.dtype)
-                found += [gather] * (backwards * q.uses_of(flat.unit))
+    found = list(_windows(question))
+    for flat in question.layouts:
+        found += _flat_transfers(question, flat, backwards, reductions)
     return tuple(t for t in found if t.elements)
 
 
-def sent_bytes(transfers: tuple[Transfer, ...]) -> int:
+def cell_sent_bytes(config: CellConfig, world: int, *, rank: int) -> int:
+    """Return what a rank of a cell with our transformer sends in a step, on all axes."""
+    question = counted_question_of(config, world=world, rank=rank, carrier=Carrier.NATIVE)
+    micro_steps = config.batching(world).accumulation
+    total = sent_bytes(_windows(question)) + transformer_sent_bytes(config, question, micro_steps)
+    for flat in question.layouts:
+        transfers = _flat_transfers(question, flat, backwards=micro_steps, reductions=1)
+        total += question.count(flat) * sent_bytes(transfers)
+    return total
+
+
+def sent_bytes(transfers: Iterable[Transfer]) -> int:
     """Sum the bytes this rank sends."""
     return sum(t.sent_bytes for t in transfers)
+
+
+def _flat_transfers(
+    question: Question, flat: FlatLayout, backwards: int, reductions: int
+) -> Iterator[Transfer]:
+    q = question
+    if flat.trained and q.stage > 0 and q.replicate > 1:
+        yield _averaged(q, flat)
+    if q.shards == 1:
+        return
+    if flat.trained:
+        yield from _reductions(q, flat, backwards, reductions)
+        if q.stage in (1, 2) or flat.persistent:
+            yield _moved(q, flat, "all_gather", Phase.STEP, flat.dtype)
+    if q.is_sharded(flat):
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            gather = _moved(q, flat, "all_gather", phase, flat.dtype)
+            yield from [gather] * (backwards * q.uses_of(flat.unit))
 
 
 def _reductions(
