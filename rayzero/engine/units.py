@@ -140,14 +140,18 @@ class UnitHooks:
             return None
         end = self._end_of_use(used)
 
+        views: dict[int, torch.Tensor] = {}
+
         def mark(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad:
                 return tensor
             # A view of this use alone, as the input may have other users. An ordinary view, not a
-            # function of our own: the module may change its input in place.
-            view = tensor.view_as(tensor)
-            _on_gradient(view, end)
-            return view
+            # function of our own: the module may change its input in place. One view for each
+            # tensor: attention asks whether query, key and value are the same one.
+            if id(tensor) not in views:
+                views[id(tensor)] = tensor.view_as(tensor)
+                _on_gradient(views[id(tensor)], end)
+            return views[id(tensor)]
 
         return map_tensors((args, kwargs), mark)
 
