@@ -10,7 +10,7 @@ from tests.engine.random_runs import RunRecipe, Story, runs, train_engine
 from tests.engine.test_late_transfers import named_runs
 from tests.ranks import Pools, RankContext
 
-EXAMPLES = 40
+EXAMPLES = 20
 
 
 def both_ways(ctx: RankContext, run: RunRecipe) -> tuple[Story, Story]:
