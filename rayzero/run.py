@@ -144,10 +144,7 @@ def compute_only_runner() -> CellRunner:
 
 def rehearse(config: CellConfig) -> DryRunReport:
     """Play the rank that the group dryrun names, without values and without machines."""
-    asked = config.dryrun
-    return dry_run(
-        config, world=asked.world, rank=asked.rank, trace=asked.trace, steady=asked.steady
-    )
+    return dry_run(config)
 
 
 def why_it_cannot_fit(config: CellConfig, seating: Seating) -> str:

@@ -26,11 +26,9 @@ def compute_cell(member: Member, config: CellConfig) -> RankReport:
     return run_rank(member, config, build=build_compute_only)
 
 
-def dry_run(
-    config: CellConfig, *, world: int, rank: int, trace: bool, steady: bool
-) -> DryRunReport:
+def dry_run(config: CellConfig) -> DryRunReport:
     """Play one rank of a cell in this process: it needs no gang and no memory."""
-    return dryrun.dry_run(config, world=world, rank=rank, trace=trace, steady=steady)
+    return dryrun.dry_run(config)
 
 
 def observe_cell(member: Member, config: CellConfig, alteration: Alteration) -> Observation:

@@ -21,7 +21,7 @@ import struct
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ NOTICE = struct.Struct("<QQQ")
 DONE = (1 << 64) - 1
 PR_SET_PTRACER = 0x59616D61
 """prctl's request of the security module Yama: who may read this process' memory."""
-ANY_PROCESS = ctypes.c_ulong(-1)
+ANY_PROCESS, ONE = ctypes.c_ulong(-1), ctypes.c_ulong(1)
 
 _C = ctypes.CDLL(None, use_errno=True)
 
@@ -63,9 +63,14 @@ class Deal:
     shown: Mapping[int, torch.Tensor]
     awaited: Sequence[int]
     take: Callable[[Mapping[int, Lines]], None]
-    then: "Callable[[], Deal | None] | None" = None
-    readers: set[int]
-    is_taken: bool = False
+    then: Callable[[], None] = lambda: None
+    """What to do when it is complete."""
+    is_taken: bool = field(default=False, init=False)
+    readers: set[int] = field(init=False)
+    """Peers that have yet to read what they were shown."""
+
+    def __post_init__(self) -> None:
+        self.readers = set(self.shown)
 
     @property
     def is_complete(self) -> bool:
@@ -89,13 +94,12 @@ class Board:
         self._deals: list[Deal] = []
         self._gone: set[int] = set()
 
-    def open(self, deal: Deal) -> Deal:
+    def open(self, deal: Deal) -> None:
         """Show what is to be read, and begin to serve the deal."""
         assert self._sockets, "the communicator is closed"
         for rank, tensor in deal.shown.items():
             self._tell(rank, deal.tag, tensor.data_ptr(), tensor.numel() * tensor.itemsize)
         self._deals.append(deal)
-        return deal
 
     def wait(self, is_over: Callable[[], bool], *, timeout_s: float) -> None:
         """Serve all open deals until `is_over`; raise RuntimeError if a peer is gone or silent."""
@@ -148,9 +152,7 @@ class Board:
                 moved = True
         if deal.is_complete:
             self._deals.remove(deal)
-            following = deal.then() if deal.then is not None else None
-            if following is not None:
-                self.open(following)
+            deal.then()
         return moved
 
     def _tell(self, rank: int, *notice: int) -> None:
@@ -193,7 +195,9 @@ def read_memory(pid: int, address: int, into: int, num_bytes: int) -> None:
     while done < num_bytes:
         ours = _Span(into + done, num_bytes - done)
         theirs = _Span(address + done, num_bytes - done)
-        copied = _read(pid, ours, theirs)
+        copied = _C.process_vm_readv(
+            pid, ctypes.byref(ours), ONE, ctypes.byref(theirs), ONE, ctypes.c_ulong(0)
+        )
         if copied <= 0:
             raise RuntimeError(
                 f"reading memory of process {pid} failed: {os.strerror(ctypes.get_errno())}"
@@ -229,15 +233,6 @@ def let_others_read() -> None:
     """Allow processes of the same user to read this one's memory, where Yama forbids it."""
     with contextlib.suppress(AttributeError):
         _C.prctl(PR_SET_PTRACER, ANY_PROCESS, 0, 0, 0)
-
-
-def _read(pid: int, ours: _Span, theirs: _Span) -> int:
-    one = ctypes.c_ulong(1)
-    return int(
-        _C.process_vm_readv(
-            pid, ctypes.byref(ours), one, ctypes.byref(theirs), one, ctypes.c_ulong(0)
-        )
-    )
 
 
 def _host() -> str:

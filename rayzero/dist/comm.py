@@ -102,7 +102,7 @@ class Communicator:
         """Elements of scratch a reduce_scatter or all_reduce of `elements` takes on this axis."""
         if self.size(axis) == 1:
             return 0
-        return self._axes[axis].transport.scratch_elements(op, elements)
+        return volume.scratch_elements(self.carrier(axis), op, elements, ranks=self.size(axis))
 
     def all_gather(self, flat: torch.Tensor, *, axis: str, unit: str) -> Handle:
         """Fill the other ranks' parts of flat (1-d, a multiple of the axis' size)."""

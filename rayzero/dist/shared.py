@@ -4,7 +4,6 @@ The same bytes as pairwise exchange and the same sums in rank order, without the
 A sum goes piece by piece, so that its terms stay in the cache. See dist/board.py.
 """
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from rayzero.dist.board import Board, Deal, Lines, meet
-from rayzero.dist.transport import Pending, Terms, Transport, transport_for
+from rayzero.dist.transport import Pending, Tags, Terms, Transport, transport_for
 from rayzero.errors import ClusterError
-from rayzero.layout.volume import PIECE_ELEMENTS, chunk, scratch_elements
+from rayzero.layout.volume import PIECE_ELEMENTS, chunk
 from rayzero.records import Carrier
 
 
@@ -48,11 +47,9 @@ class Shared:
         self._rank = rank
         self._axis = axis
         self._timeout_s = timeout_s
-        self._numbers: dict[str, int] = {}
-
-    def scratch_elements(self, op: str, elements: int) -> int:
-        """One piece from each peer."""
-        return scratch_elements(self.carrier, op, elements, ranks=len(self._ranks))
+        self._tags = Tags()
+        self._peers = {place: r for place, r in enumerate(ranks) if place != rank}
+        """Ranks of the world by place on the axis."""
 
     def all_gather(self, flat: torch.Tensor, label: str) -> Pending:
         """Show the own part to each peer, read each peer's in place."""
@@ -99,16 +96,11 @@ class Shared:
             for peer, theirs in lines.items():
                 self._board.read(peer, theirs, flat)
 
-        return self._start(self._deal(self._tag(label), shown, awaited, take))
+        return self._start(Deal(tag=self._tag(label), shown=shown, awaited=awaited, take=take))
 
     def close(self) -> None:
         """Hang up, on all axes."""
         self._board.close()
-
-    @property
-    def _peers(self) -> dict[int, int]:
-        """Ranks of the world by place on the axis."""
-        return {i: r for i, r in enumerate(self._ranks) if i != self._rank}
 
     def _gathering(self, parts: Sequence[torch.Tensor], tag: int) -> Deal:
         peers = self._peers
@@ -118,7 +110,7 @@ class Shared:
                 self._board.read(peer, lines[peer], parts[place])
 
         shown = dict.fromkeys(peers.values(), parts[self._rank])
-        return self._deal(tag, shown, list(peers.values()), take)
+        return Deal(tag=tag, shown=shown, awaited=[*peers.values()], take=take)
 
     def _reducing(
         self,
@@ -133,7 +125,8 @@ class Shared:
         divisor = len(self._ranks) if mean else 1
 
         def take(lines: Mapping[int, Lines]) -> None:
-            room = scratch if scratch is not None else own.new_empty(self._room(own))
+            longest = min(PIECE_ELEMENTS, own.numel())
+            room = scratch if scratch is not None else own.new_empty(len(peers) * longest)
             for start in range(0, own.numel(), PIECE_ELEMENTS):
                 piece = own[start : start + PIECE_ELEMENTS]
                 received = room[: len(peers) * piece.numel()].view(len(peers), -1)
@@ -143,41 +136,24 @@ class Shared:
                 Terms(piece, received, self._rank).combine(result, op=op, divisor=divisor)
 
         shown = {peer: parts[place] for place, peer in peers.items()}
-        return self._deal(tag, shown, list(peers.values()), take)
-
-    def _room(self, own: torch.Tensor) -> int:
-        return min(PIECE_ELEMENTS, own.numel()) * (len(self._ranks) - 1)
-
-    def _deal(
-        self,
-        tag: int,
-        shown: Mapping[int, torch.Tensor],
-        awaited: Sequence[int],
-        take: Callable[[Mapping[int, Lines]], None],
-    ) -> Deal:
-        return Deal(tag=tag, shown=shown, awaited=awaited, take=take, readers=set(shown))
+        return Deal(tag=tag, shown=shown, awaited=[*peers.values()], take=take)
 
     def _start(self, first: Deal, following: Callable[[], Deal] | None = None) -> Open:
         transfer = Open(self._board, self._timeout_s)
 
-        def finish() -> None:
-            transfer.end()
-
-        def go_on() -> Deal:
+        def go_on() -> None:
             assert following is not None
             last = following()
-            last.then = finish
-            return last
+            last.then = transfer.end
+            self._board.open(last)
 
-        first.then = finish if following is None else go_on
+        first.then = transfer.end if following is None else go_on
         self._board.open(first)
         self._board.serve()
         return transfer
 
     def _tag(self, label: str) -> int:
-        # As in pairwise exchange; even, so that a second round may use the odd one after it.
-        number = self._numbers[label] = self._numbers.get(label, -1) + 1
-        return self._axis << 32 | zlib.crc32(f"{label}|{number}".encode()) & 0x7FFFFFFE
+        return self._axis << 32 | self._tags.next(label)
 
 
 class SharedTransports:

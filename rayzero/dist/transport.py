@@ -37,9 +37,6 @@ class Transport(Protocol):
 
     carrier: Carrier
 
-    def scratch_elements(self, op: str, elements: int) -> int:
-        """Elements of receive buffer that a reduce_scatter or all_reduce of `elements` needs."""
-
     def all_gather(self, flat: torch.Tensor, label: str) -> Pending:
         """Fill the other ranks' equal parts of flat; this rank's is in place."""
 
@@ -79,6 +76,18 @@ TransportFactory = Callable[[dist.ProcessGroup, str], Transport]
 """Makes the transport of one axis from its group and the type of device ("cpu", "cuda")."""
 
 
+class Tags:
+    """Numbers that tell the messages of one axis apart. See [Note: tags]."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def next(self, label: str) -> int:
+        """Return the label's next tag: even, so that a second round may use the odd one after."""
+        number = self._numbers[label] = self._numbers.get(label, -1) + 1
+        return zlib.crc32(f"{label}|{number}".encode()) & 0x7FFFFFFE
+
+
 @dataclass(slots=True)
 class Works:
     """Several handles and what remains to be done with what they brought."""
@@ -103,18 +112,14 @@ class Pairwise:
         self._group = group
         self._rank = rank
         self._size = size
-        self._numbers: dict[str, int] = {}
-
-    def scratch_elements(self, op: str, elements: int) -> int:
-        """One part from each peer; where two ranks swap, the peer's whole buffer."""
-        return scratch_elements(self.carrier, op, elements, ranks=self._size)
+        self._tags = Tags()
 
     def all_gather(self, flat: torch.Tensor, label: str) -> Pending:
         """Send the own part to each peer, receive each peer's in place."""
         parts = flat.chunk(self._size)
         theirs = [parts[peer] for peer in self._peers]
         own = [parts[self._rank]] * len(theirs)
-        return Works(self._exchange(own, theirs, self._tag(label)))
+        return Works(self._exchange(own, theirs, self._tags.next(label)))
 
     def reduce_scatter(
         self,
@@ -128,10 +133,10 @@ class Pairwise:
         """Send each peer its part, then sum the own part's copies in rank order."""
         parts = flat.chunk(self._size)
         if scratch is None:
-            scratch = flat.new_empty(self.scratch_elements("reduce_scatter", flat.numel()))
+            scratch = self._scratch(flat, "reduce_scatter")
         received = scratch.view(self._size - 1, -1)
         theirs = [parts[peer] for peer in self._peers]
-        works = self._exchange(theirs, received.unbind(), self._tag(label))
+        works = self._exchange(theirs, received.unbind(), self._tags.next(label))
         terms, divisor = Terms(parts[self._rank], received, self._rank), self._size if mean else 1
         return Works(works, lambda: terms.sum(out, divisor))
 
@@ -147,8 +152,8 @@ class Pairwise:
         """Reduce each rank's part, then gather the parts; or swap, the same bytes in one round."""
         flat = tensor.view(-1)
         if scratch is None:
-            scratch = flat.new_empty(self.scratch_elements("all_reduce", flat.numel()))
-        tag = self._tag(label)
+            scratch = self._scratch(flat, "all_reduce")
+        tag = self._tags.next(label)
         divisor = self._size if mean else 1
         if swaps(flat.numel(), ranks=self._size):
             received = scratch.view(1, -1)
@@ -171,7 +176,7 @@ class Pairwise:
     def broadcast(self, tensor: torch.Tensor, label: str) -> Pending:
         """Rank 0 sends to each peer."""
         flat = tensor.view(-1)
-        tag = self._tag(label)
+        tag = self._tags.next(label)
         if self._rank:
             return Works([self._receive(flat, 0, tag)])
         return Works([self._send(flat, peer, tag) for peer in self._peers])
@@ -183,6 +188,10 @@ class Pairwise:
     def _peers(self) -> list[int]:
         return [r for r in range(self._size) if r != self._rank]
 
+    def _scratch(self, flat: torch.Tensor, op: str) -> torch.Tensor:
+        elements = scratch_elements(self.carrier, op, flat.numel(), ranks=self._size)
+        return flat.new_empty(elements)
+
     def _exchange(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], tag: int
     ) -> list[dist.Work]:
@@ -190,11 +199,6 @@ class Pairwise:
         pairs = list(zip(self._peers, sent, received, strict=True))
         works = [self._receive(tensor, peer, tag) for peer, _, tensor in pairs]
         return works + [self._send(tensor, peer, tag) for peer, tensor, _ in pairs]
-
-    def _tag(self, label: str) -> int:
-        # See [Note: tags]. Even, so that a second round may use the odd one after it.
-        number = self._numbers[label] = self._numbers.get(label, -1) + 1
-        return zlib.crc32(f"{label}|{number}".encode()) & 0x7FFFFFFE
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         work = dist.isend(tensor, group=self._group, tag=tag, group_dst=peer)
@@ -254,10 +258,6 @@ class Native:
         self._group = group
         self._rank = rank
         self._size = size
-
-    def scratch_elements(self, op: str, elements: int) -> int:
-        """NCCL receives into its own buffers."""
-        return 0
 
     def all_gather(self, flat: torch.Tensor, label: str) -> Pending:
         """Gather in place."""

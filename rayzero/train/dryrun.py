@@ -19,7 +19,7 @@ from rayzero.engine import ZeroEngine
 from rayzero.engine.partition import find_units
 from rayzero.errors import ConfigError
 from rayzero.layout.spec import ParamSpec, Span
-from rayzero.records import DryRunReport, Holdings, MemoryPoint, Phase
+from rayzero.records import DryRunReport, Holdings, MemoryPoint, Phase, Transfer
 from rayzero.theory.memory import holdings_of
 from rayzero.theory.traffic import step_transfers
 from rayzero.train.build import build_communicator, build_engine_on
@@ -32,54 +32,52 @@ from rayzero.train.timeline import Place, timeline_of
 CPU = torch.device("cpu")
 
 
-def dry_run(
-    config: CellConfig, *, world: int, rank: int, trace: bool, steady: bool = True
-) -> DryRunReport:
-    """Play two steps of one rank; the second, in steady state, gives transfers and timeline.
+def dry_run(config: CellConfig) -> DryRunReport:
+    """Play two steps of the rank that config.dryrun names; the second gives transfers and timeline.
 
-    Without `steady` one micro-batch and its step are played, for what is held alone.
-
-    Raise ConfigError, with the module's name, for a model whose forward asks for values.
+    Without `dryrun.steady` one micro-batch and its step are played, for what is held alone. Raise
+    ConfigError, with the module's name, for a model whose forward asks for values.
     """
     started = time.perf_counter()
-    grid = config.grid(world)
-    config.batching(world)
-    with fake_world(world=world, rank=rank):
+    asked = config.dryrun
+    grid = config.grid(asked.world)
+    config.batching(asked.world)
+    with fake_world(world=asked.world, rank=asked.rank):
         comm = build_communicator(grid, CPU)
         with without_values():
             engine = build_engine_on(config, comm, initialize=_no_values)
             with engine:
-                return Rehearsal(config, engine, world).report(
-                    rank=rank, trace=trace, steady=steady, started=started
-                )
+                return Rehearsal(config, engine).report(started=started)
 
 
 class Rehearsal:
     """Two windows of one engine that has no values."""
 
-    def __init__(self, config: CellConfig, engine: ZeroEngine, world: int) -> None:
+    def __init__(self, config: CellConfig, engine: ZeroEngine) -> None:
+        world = config.dryrun.world
         self._config = config
         self._engine = engine
-        self._world = world
         self._batching = config.batching(world)
         self._watch = ModuleWatch(engine.module, find_units(engine.module, config.zero.units))
         self._data = FakeData(config.data, config.model.vocab_size)
         self._trainer = make_trainer(config, engine, self._data, world, CPU)
 
-    def report(self, *, rank: int, trace: bool, steady: bool, started: float) -> DryRunReport:
+    def report(self, *, started: float) -> DryRunReport:
         """Play, and lay theory beside what the engine did."""
-        config, engine = self._config, self._engine
+        config, engine, asked = self._config, self._engine, self._config.dryrun
         after_init = engine.holdings()
         with self._errors_name_the_module():
             after_backward = self._first_window()
-            timeline = self._traced_step() if trace else self._step() if steady else ()
-        question = question_for(config, engine, self._world, rank)
-        micro_steps = self._batching.accumulation
-        formula = step_transfers(question, backwards=micro_steps, reductions=1)
-        formula += tp_transfers_for(config, engine, question, micro_steps)
+            timeline = self._traced_step() if asked.trace else self._step() if asked.steady else ()
+        question = question_for(config, engine, asked.world, asked.rank)
+        formula: tuple[Transfer, ...] = ()
+        if asked.steady:
+            micro_steps = self._batching.accumulation
+            formula = step_transfers(question, backwards=micro_steps, reductions=1)
+            formula += tp_transfers_for(config, engine, question, micro_steps)
         return DryRunReport(
-            rank=rank,
-            world=self._world,
+            rank=asked.rank,
+            world=asked.world,
             num_params=num_params(config, engine),
             after_init=after_init,
             after_backward=after_backward,
@@ -87,8 +85,8 @@ class Rehearsal:
             formula_after_init=holdings_of(question, after_backward=False, after_step=False),
             formula_after_backward=holdings_of(question, after_step=False),
             formula_after_step=holdings_of(question),
-            transfers=engine.ledger.transfers if steady else (),
-            formula_transfers=formula if steady else (),
+            transfers=engine.ledger.transfers if asked.steady else (),
+            formula_transfers=formula,
             timeline=timeline,
             wall_s=time.perf_counter() - started,
         )

@@ -11,10 +11,14 @@ from rayzero.engine import ZeroEngine
 from rayzero.layout.boxes import whole_shape
 from rayzero.parallel.crossings import crossings_of
 from rayzero.records import Carrier, Transfer
-from rayzero.theory.question import Question, optimizer_shape, question_of
+from rayzero.theory.question import (
+    Question,
+    counted_question_of,
+    optimizer_shape,
+    question_of,
+)
 from rayzero.theory.shapes import shape_of
-from rayzero.theory.tp_traffic import plan_transfers, tp_transfers
-from rayzero.theory.traffic import sent_bytes
+from rayzero.theory.tp_traffic import plan_transfers, tp_transfers, transformer_sent_bytes
 from rayzero.train.tensor_plan import plan_of
 
 
@@ -60,8 +64,8 @@ def tp_transfers_for(
 
 def tp_sent_bytes(config: CellConfig, world: int) -> int:
     """Return what rank 0 sends on the axis tp in a step of our transformer."""
-    question = question_of(config, world=world, rank=0, carrier=Carrier.NATIVE)
-    return sent_bytes(tp_transfers(config, question, config.batching(world).accumulation))
+    question = counted_question_of(config, world=world, rank=0, carrier=Carrier.NATIVE)
+    return transformer_sent_bytes(config, question, config.batching(world).accumulation)
 
 
 def _uses(found: Mapping[str, int]) -> dict[str, int]:

@@ -85,6 +85,14 @@ class Story:
     left_behind: list[str] = field(default_factory=list)
     """What was not idle after a backward or a step."""
 
+    def assert_same_as(self, other: "Story", run: object) -> None:
+        """Assert that nothing was left behind, and that no bit and no line of the ledger differ."""
+        assert not self.left_behind, self.left_behind
+        assert self.transfers == other.transfers
+        assert self.norms == other.norms
+        for name, value in other.weights.items():
+            assert torch.equal(self.weights[name], value), f"{name} has other bits: {run}"
+
 
 @dataclass(frozen=True)
 class Deal:

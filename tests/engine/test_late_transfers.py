@@ -36,11 +36,7 @@ def both_ways(ctx: RankContext, run: RunRecipe) -> tuple[Story, Story]:
 def assert_nothing_changes(ranks: Pools, run: RunRecipe) -> None:
     """Assert that late transfers change no bit and no line of the ledger."""
     for prompt, late in ranks(run.world)(both_ways, run):
-        assert not late.left_behind, late.left_behind
-        assert late.transfers == prompt.transfers
-        assert late.norms == prompt.norms
-        for name, value in prompt.weights.items():
-            assert torch.equal(late.weights[name], value), f"{name} has other bits: {run}"
+        late.assert_same_as(prompt, run)
 
 
 def named_runs() -> dict[str, RunRecipe]:

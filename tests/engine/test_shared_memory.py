@@ -1,13 +1,12 @@
 """Shared memory instead of gloo changes no bit and no line of the ledger."""
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 
 from rayzero.dist.shared import SharedTransports
 from rayzero.dist.transport import transport_for
 from tests.engine.random_runs import RunRecipe, Story, runs, train_engine
-from tests.engine.test_late_transfers import named_runs
+from tests.engine.test_late_transfers import NAMED
 from tests.ranks import Pools, RankContext
 
 EXAMPLES = 20
@@ -22,16 +21,12 @@ def both_ways(ctx: RankContext, run: RunRecipe) -> tuple[Story, Story]:
 def assert_nothing_changes(ranks: Pools, run: RunRecipe) -> None:
     """Assert that both stories are the same."""
     for pairwise, shared in ranks(run.world)(both_ways, run):
-        assert not shared.left_behind, shared.left_behind
-        assert shared.transfers == pairwise.transfers
-        assert shared.norms == pairwise.norms
-        for name, value in pairwise.weights.items():
-            assert torch.equal(shared.weights[name], value), f"{name} has other bits: {run}"
+        shared.assert_same_as(pairwise, run)
 
 
-@pytest.mark.parametrize("name", named_runs())
+@pytest.mark.parametrize("name", NAMED)
 def test_shared_memory_changes_no_bit(ranks: Pools, name: str) -> None:
-    assert_nothing_changes(ranks, named_runs()[name])
+    assert_nothing_changes(ranks, NAMED[name])
 
 
 @settings(

@@ -9,6 +9,7 @@ import pytest
 
 from rayzero.config.build import build
 from rayzero.config.cell import CellConfig
+from rayzero.config.dryrun import DryRunConfig
 from rayzero.engine import zero2
 from rayzero.engine.flats import Flat
 from rayzero.engine.zero3 import Zero3
@@ -36,6 +37,11 @@ SIZES = {
     "1T": {"num_layers": 128, "hidden": 25600, "num_heads": 160, "vocab_size": 51200},
 }
 KindBytes = dict[tuple[Kind, Where], tuple[int, int]]
+
+
+def played(config: CellConfig, *, world: int, rank: int, trace: bool) -> DryRunReport:
+    asked = DryRunConfig(world=world, rank=rank, trace=trace)
+    return dry_run(dataclasses.replace(config, dryrun=asked))
 
 
 def by_kind(holdings: Holdings, *without: Kind) -> KindBytes:
@@ -90,7 +96,7 @@ def test_dry_run_formula_and_real_ranks_are_equal_to_the_byte(
         )
         reports = [report for report, _ in ranks(world)(run, config)]
         for real in (reports[0], reports[-1]):
-            dry = dry_run(config, world=world, rank=real.rank, trace=False)
+            dry = played(config, world=world, rank=real.rank, trace=False)
             check_formula(dry)
             check_ranks(dry, real, config)
 
@@ -107,13 +113,13 @@ def test_dry_run_formula_and_real_ranks_are_equal_to_the_byte(
 def test_dry_run_equals_the_formula_at_the_papers_sizes(
     model: str, world: int, stage: int, tp: int
 ) -> None:
-    report = dry_run(at_size(model, world, stage, tp), world=world, rank=world - 1, trace=False)
+    report = played(at_size(model, world, stage, tp), world=world, rank=world - 1, trace=False)
     check_formula(report)
 
 
 @pytest.mark.slow
 def test_a_trillion_parameters_on_1024_ranks_take_seconds_and_no_memory() -> None:
-    report = dry_run(at_size("1T", 1024, 3, 1), world=1024, rank=1023, trace=False)
+    report = played(at_size("1T", 1024, 3, 1), world=1024, rank=1023, trace=False)
     check_formula(report)
     assert report.num_params > 10**12
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 1 << 20
@@ -141,7 +147,7 @@ def test_the_traced_peak_is_the_one_measured_on_a_real_rank(
         run={"num_steps": 1, "probe": True},
     )
     real, _ = ranks(2)(run, config)[1]
-    peak = dry_run(config, world=2, rank=1, trace=True).peak
+    peak = played(config, world=2, rank=1, trace=True).peak
     assert peak is not None
     assert real.peak_bytes is not None
     measured = real.peak_bytes - real.holdings.bytes_of()
@@ -153,7 +159,7 @@ def test_the_traced_peak_is_the_one_measured_on_a_real_rank(
 
 def test_the_peak_names_its_phase_and_unit_and_the_timeline_visits_all() -> None:
     config = config_of(zero={"stage": 3}, model={"num_layers": 3}, data={"seq_len": 256})
-    report = dry_run(config, world=4, rank=2, trace=True)
+    report = played(config, world=4, rank=2, trace=True)
     assert report.peak is not None
     assert report.peak.phase in (Phase.FORWARD, Phase.BACKWARD)
     visited = [(p.phase, p.unit) for p in report.timeline if p.unit.startswith("blocks")]
@@ -167,7 +173,7 @@ def test_bytes_on_the_host_are_not_in_the_devices_timeline() -> None:
     peaks = {}
     for place in ("none", "host"):
         config = config_of(zero={"stage": 2}, offload={"optimizer": place})
-        report = dry_run(config, world=4, rank=0, trace=True)
+        report = played(config, world=4, rank=0, trace=True)
         check_formula(report)
         assert report.peak is not None
         peaks[place] = report.peak.bytes_by_kind
@@ -179,9 +185,7 @@ def test_states_on_disk_are_counted_without_a_file(tmp_path: Any) -> None:
     folder = tmp_path / "states"
     for params in ("none", "disk"):
         offload = {"optimizer": "disk", "params": params, "folder": str(folder)}
-        report = dry_run(
-            config_of(zero={"stage": 3}, offload=offload), world=4, rank=0, trace=False
-        )
+        report = played(config_of(zero={"stage": 3}, offload=offload), world=4, rank=0, trace=False)
         check_formula(report)
         assert report.after_step.bytes_of(Kind.MOMENTS, where=Where.DISK)
         parameters = report.after_step.bytes_of(Kind.PARAMETERS, where=Where.DISK)
@@ -191,7 +195,7 @@ def test_states_on_disk_are_counted_without_a_file(tmp_path: Any) -> None:
 
 def test_a_stage_that_drops_a_gather_changes_the_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(zero={"stage": 2})
-    whole = dry_run(config, world=4, rank=0, trace=False)
+    whole = played(config, world=4, rank=0, trace=False)
     check_formula(whole)
 
     def forgetful(parts: Any) -> None:
@@ -200,7 +204,7 @@ def test_a_stage_that_drops_a_gather_changes_the_dry_run(monkeypatch: pytest.Mon
 
     gather = zero2.all_gather_updated
     monkeypatch.setattr(zero2, "all_gather_updated", forgetful)
-    broken = dry_run(config, world=4, rank=0, trace=False)
+    broken = played(config, world=4, rank=0, trace=False)
     lost = Counter(whole.transfers) - Counter(broken.transfers)
     assert [(t.op, t.phase) for t in lost] == [("all_gather", Phase.STEP)]
 
@@ -209,10 +213,10 @@ def test_a_stage_that_keeps_units_whole_changes_the_dry_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = config_of(zero={"stage": 3})
-    before = dry_run(config, world=4, rank=0, trace=True).peak
+    before = played(config, world=4, rank=0, trace=True).peak
     monkeypatch.setattr(Flat, "free", lambda self: None)
     monkeypatch.setattr(Zero3, "end_backward", lambda self: None)
-    after = dry_run(config, world=4, rank=0, trace=True).peak
+    after = played(config, world=4, rank=0, trace=True).peak
     assert before is not None
     assert after is not None
     assert after.bytes_by_kind["gathered"] > before.bytes_by_kind.get("gathered", 0)
@@ -222,14 +226,14 @@ def test_a_users_model_of_any_size_is_run_without_memory() -> None:
     config = user_config("Plain", width=30_000)
     for stage in range(4):
         staged = dataclasses.replace(config, zero=dataclasses.replace(config.zero, stage=stage))
-        report = dry_run(staged, world=8, rank=7, trace=True)
+        report = played(staged, world=8, rank=7, trace=True)
         check_formula(report)
         assert report.num_params > 900_000_000
 
 
 def test_a_model_that_asks_for_values_is_named() -> None:
     with pytest.raises(ConfigError, match=r"module 'hidden\.1'"):
-        dry_run(user_config("Peeking", width=8), world=2, rank=0, trace=True)
+        played(user_config("Peeking", width=8), world=2, rank=0, trace=True)
 
 
 def user_config(name: str, *, width: int) -> CellConfig:
@@ -241,6 +245,6 @@ def user_config(name: str, *, width: int) -> CellConfig:
 
 def test_impossible_degrees_and_ranks_are_refused() -> None:
     with pytest.raises(CombinationError, match=r"parallel\.tp=4 does not divide the 6 ranks"):
-        dry_run(config_of(parallel={"tp": 4}), world=6, rank=0, trace=False)
+        played(config_of(parallel={"tp": 4}), world=6, rank=0, trace=False)
     with pytest.raises(ConfigError, match=r"dryrun\.rank=8 is outside dryrun\.world=8"):
         build({"dryrun": {"world": 8, "rank": 8}})
