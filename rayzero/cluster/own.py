@@ -25,7 +25,12 @@ OBJECT_STORE_BYTES = 100 << 20
 LONGEST_FOLDER = 16
 """Ray's socket paths start with the temporary folder and must stay below 107 characters."""
 GRACE_S = 8.0
-ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_worker_niceness": "0",
+}
+"""Ray's niceness of 15 would leave ranks a thirtieth of a core that any other program wants too."""
 FAST_HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 500,
     "health_check_period_ms": 500,

@@ -29,6 +29,10 @@ def process_of(member: Member) -> tuple[str, dict[str, str], int]:
     return member.seat.node, environment, torch.get_num_threads()
 
 
+def niceness(member: Member) -> int:
+    return os.nice(0)
+
+
 def has_group(member: Member) -> bool:
     return dist.is_initialized()
 

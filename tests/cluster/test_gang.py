@@ -1,5 +1,6 @@
 """A gang on local Ray: what tasks are given, and how failures of a rank end."""
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +66,10 @@ def test_the_environment_is_there_before_the_process_starts(gang: Gang) -> None:
         assert environment["MALLOC_MMAP_THRESHOLD_"] == "1073741824"
         assert environment["OMP_NUM_THREADS"] == "1"
         assert num_threads == 1
+
+
+def test_ranks_compete_for_cores_as_the_driver_does(gang: Gang) -> None:
+    assert gang.run(tasks.niceness, timeout_s=30) == [os.nice(0)] * 3
 
 
 def test_the_last_progress_of_rank_0_arrives_and_costs_the_rank_nothing(gang: Gang) -> None:
