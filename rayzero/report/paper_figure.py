@@ -47,7 +47,7 @@ def write_figure_1(bars: Sequence[SchemeBar], path: Path, caption: Caption) -> P
         )
     axes.set_yticks(range(len(bars)), [bar.scheme for bar in bars])
     axes.set_ylim(len(bars) - 0.45, -0.55)
-    axes.set_xlim(0, longest * 1.3)
+    axes.set_xlim(0, longest * 1.5)
     axes.set_xlabel("GB (1e9 bytes) per device", color=QUIET, fontsize=10)
     handles = [axes.barh(0, 0, color=colour, label=name) for name, colour in COLOURS.items()]
     canvas.legend(handles)
