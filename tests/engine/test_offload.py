@@ -240,9 +240,9 @@ def test_a_full_disk_is_an_error_before_training_and_loses_nothing(
 class Wide(nn.Module):
     """Layers of 2 MiB, so that states are large beside the interpreter's noise."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = 96) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(704, 704, bias=False) for _ in range(96))
+        self.layers = nn.ModuleList(nn.Linear(704, 704, bias=False) for _ in range(num_layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

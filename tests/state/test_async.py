@@ -2,21 +2,32 @@
 
 import os
 import resource
+import signal
 import subprocess
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rayzero.engine import OffloadOptions, PrecisionOptions, ZeroEngine, ZeroOptions
 from rayzero.engine.state.agreement import CheckpointNotice
 from rayzero.engine.state.folders import check, verify
 from rayzero.errors import CheckpointError
 from rayzero.records import Kind
+from tests.engine.test_offload import Wide
 from tests.ranks import Pools, RankContext
-from tests.state.cases import Layout, differences, named_state, train, transformer_engine
+from tests.state.cases import (
+    ADAMW,
+    Layout,
+    differences,
+    named_state,
+    train,
+    transformer_engine,
+)
 
 LAYOUT = Layout(2, 2)
 
@@ -60,6 +71,99 @@ def test_training_goes_on_while_a_save_is_written(ranks: Pools, tmp_path: Path) 
         assert names == ["a", "b", "c", "d"]
         assert staged == [num_bytes, 0], "host memory is another than the save's, or is kept"
     verify(tmp_path / "d")
+
+
+ON_DISK = Layout(3, 2, params="bf16", offload="disk", offload_params="disk")
+
+
+def save_from_disk(ctx: RankContext, folder: Path, layout: Layout) -> tuple[bool, list[int]]:
+    """Save at once, then the same in the background, over a former one, while training goes on."""
+    with transformer_engine(ctx, layout) as engine:
+        train(engine, 0, 1)
+        engine.save(folder / "later")
+        train(engine, 1, 1)
+        engine.save(folder / "now")
+        before = engine.holdings().bytes_of(Kind.STAGING)
+        save = engine.save(folder / "later", wait=False)
+        staged = engine.holdings().bytes_of(Kind.STAGING) - before
+        train(engine, 2, 2)
+        save.wait()
+        name = f"rank-{ctx.rank:05d}.bin"
+        saved = [(folder / one / name).read_bytes() for one in ("now", "later")]
+        return saved[0] == saved[1], [staged, len(saved[0])]
+
+
+@pytest.mark.parametrize("params", ["none", "disk"])
+def test_what_is_on_disk_is_saved_in_the_background_as_it_was(
+    ranks: Pools, tmp_path: Path, params: str
+) -> None:
+    layout = replace(ON_DISK, offload_params=params)
+    for is_equal, (staged, num_bytes) in ranks(2)(save_from_disk, tmp_path, layout):
+        assert is_equal, "training changed what was being saved"
+        assert staged < (num_bytes / 50 if params == "disk" else num_bytes / 6), "disk is staged"
+    verify(tmp_path / "later")
+
+
+def wide_engine(ctx: RankContext, folder: Path) -> ZeroEngine:
+    """Train one step with 111 MB of states on disk."""
+    with torch.device("meta"):
+        module = Wide(16)
+    engine = ZeroEngine(
+        module,
+        optimizer=ADAMW,
+        zero=ZeroOptions(stage=3, overlap=False),
+        precision=PrecisionOptions(params="bf16", reduce="bf16", accumulate="bf16"),
+        offload=OffloadOptions(optimizer="disk", params="disk", folder=str(folder)),
+        mesh=ctx.mesh(),
+    )
+    engine.backward(engine(torch.ones(1, 704, dtype=torch.bfloat16)))
+    engine.step()
+    return engine
+
+
+def resident_growth(ctx: RankContext, folder: Path) -> tuple[int, int]:
+    """Save in the background; return the bytes written and by how much RSS grew."""
+    with wide_engine(ctx, folder) as engine:
+        engine.save(folder / "first")
+        Path("/proc/self/clear_refs").write_text("5")
+        before = memory_of_process("VmRSS")
+        save = engine.save(folder / "second", wait=False)
+        save.wait()
+        grown = memory_of_process("VmHWM") - before
+    return sum(path.stat().st_size for path in (folder / "second").iterdir()), grown
+
+
+def memory_of_process(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def test_a_save_of_what_is_on_disk_needs_little_memory(ranks: Pools, tmp_path: Path) -> None:
+    num_bytes, grown = ranks(1)(resident_growth, tmp_path)[0]
+    assert num_bytes > 110e6
+    assert grown < 20e6, "what is on disk was brought to memory"
+
+
+def die_while_saving(ctx: RankContext, folder: Path) -> None:
+    engine = wide_engine(ctx, folder)
+    engine.save(folder / "c", {"save": 1})
+    engine.save(folder / "c", {"save": 2}, wait=False)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def load_saved(ctx: RankContext, folder: Path) -> Any:
+    with wide_engine(ctx, folder) as engine:
+        return engine.load(folder / "c")
+
+
+def test_a_crash_while_what_is_on_disk_is_saved_leaves_the_former(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match="exit code -9"):
+        ranks(1)(die_while_saving, tmp_path)
+    assert (tmp_path / "c.saving").exists(), "it died too late to show anything"
+    verify(tmp_path / "c")
+    assert ranks(1)(load_saved, tmp_path) == [{"save": 1}]
 
 
 def fill_up(ctx: RankContext, folder: Path, wait: bool) -> tuple[str, list[str], list[str]]:

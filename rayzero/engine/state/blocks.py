@@ -1,5 +1,6 @@
 """Files of packed bytes with a checksum per block: any part can be read and trusted."""
 
+import contextlib
 import os
 import zlib
 from collections.abc import Iterable
@@ -23,31 +24,52 @@ class Written:
 
 def write_blocks(path: Path, views: Iterable[memoryview]) -> Written:
     """Write bytes one after another and bring them to the disk."""
-    sums: list[int] = []
-    num_bytes = 0
-    open_block = bytearray()
-    with path.open("wb") as file:
+    return BlockWriter(path).finish(views)
 
-        def emit(block: memoryview | bytearray) -> None:
-            nonlocal num_bytes
-            file.write(block)
-            num_bytes += len(block)
-            sums.append(zlib.crc32(block))
 
-        for view in views:
-            for piece in _at_borders(view, len(open_block)):
-                if len(piece) == BLOCK_BYTES:
-                    emit(piece)
-                    continue
-                open_block += piece
-                if len(open_block) == BLOCK_BYTES:
-                    emit(open_block)
-                    open_block = bytearray()
-        if open_block:
-            emit(open_block)
-        file.flush()
-        os.fsync(file.fileno())
-    return Written(num_bytes=num_bytes, crc32=tuple(sums))
+class BlockWriter:
+    """A file under way: first what is copied at once, then, maybe in a thread, the rest."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w+b")
+
+    def copy(self, views: Iterable[memoryview]) -> None:
+        """Write bytes and do nothing else: `finish` reads them back for their sums."""
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self._file.close)
+            for view in views:
+                self._file.write(view)
+            self._file.flush()
+            on_error.pop_all()
+
+    def finish(self, views: Iterable[memoryview]) -> Written:
+        """Write bytes after those copied, bring all to the disk and close the file."""
+        sums = Sums()
+        with self._file as file:
+            for start in range(0, file.tell(), BLOCK_BYTES):
+                sums.add(memoryview(os.pread(file.fileno(), BLOCK_BYTES, start)))
+            for view in views:
+                file.write(view)
+                sums.add(view)
+            file.flush()
+            os.fsync(file.fileno())
+        return Written(num_bytes=sums.num_bytes, crc32=tuple(sums.crc32))
+
+
+class Sums:
+    """A CRC-32 for each block of bytes that come one after another."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.crc32: list[int] = []
+
+    def add(self, view: memoryview) -> None:
+        """Go on with these bytes."""
+        for piece in _at_borders(view, self.num_bytes % BLOCK_BYTES):
+            if self.num_bytes % BLOCK_BYTES == 0:
+                self.crc32.append(0)
+            self.crc32[-1] = zlib.crc32(piece, self.crc32[-1])
+            self.num_bytes += len(piece)
 
 
 def _at_borders(view: memoryview, filled: int) -> Iterable[memoryview]:

@@ -1,8 +1,9 @@
 """The verbs of the state: save, load, export. All ranks of an engine call them alike."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,9 @@ class Checkpoints:
         """Write a checkpoint, whole or not at all; gradients of an open window are not in it.
 
         extra: plain values and tensors of this rank, which `load` gives back. wait=False copies and
-        returns; Save.wait(), on all ranks, tells how it ended. What cannot be written raises
-        CheckpointError on all ranks, and leaves the engine and what was in `folder` as they are.
+        returns, what is in memory to host memory, what is on disk to the file; Save.wait(), on all
+        ranks, tells how it ended. What cannot be written raises CheckpointError on all ranks, and
+        leaves the engine and what was in `folder` as they are.
         """
         self._settle()
         path = Path(folder).absolute()
@@ -103,18 +105,15 @@ class Checkpoints:
     def _write(
         self, save: Save, plan: Plan, extra: bytes, manifest: Manifest | None, *, wait: bool
     ) -> None:
-        tensors = brought(self._parts, plan)
-        views: Iterable[memoryview] = views_of(tensors)
-        if not wait:
-            staging = stage(tensors, plan.num_bytes)
-            self._parts.staging.append(staging)
-            views = [memory_of(staging)]
-        payload = Payload(views=views, num_bytes=plan.num_bytes, extra=extra, manifest=manifest)
+        on_disk, in_memory = brought(self._parts, plan), plan.in_memory
+        payload = partial(Payload, num_bytes=plan.num_bytes, extra=extra, manifest=manifest)
         if wait:
-            save.write(payload)
+            save.write(payload(at_once=(), views=views_of(chain(on_disk, in_memory))))
             save.wait()
         else:
-            save.start(payload)
+            staging = stage(in_memory)
+            self._parts.staging.append(staging)
+            save.start(payload(at_once=views_of(on_disk), views=[memory_of(staging)]))
 
     def _manifest(self, index: Index, extra: Any) -> Manifest:
         counters = contents.counters_of(self._parts)

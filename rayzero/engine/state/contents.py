@@ -72,8 +72,18 @@ def kind_in(key: str) -> str:
     return rest.split("/", 1)[0] if kind == MOMENTS else kind
 
 
-def flat_tensors(parts: Assembly) -> Iterator[tuple[str, Flat, torch.Tensor]]:
-    """Yield what this rank holds of the state, by kind and flat."""
+def flat_tensors(parts: Assembly) -> list[tuple[str, Flat, torch.Tensor]]:
+    """List what this rank holds of the state, by kind and flat, what is on disk first."""
+    held = list(_held_tensors(parts))
+    return sorted(held, key=lambda one: not is_on_disk(parts, one[0], one[1]))
+
+
+def is_on_disk(parts: Assembly, kind: str, flat: Flat) -> bool:
+    """Whether a flat's state of this kind is on disk."""
+    return Where.DISK is (flat.where if kind == WEIGHTS else parts.optimizer.where(flat))
+
+
+def _held_tensors(parts: Assembly) -> Iterator[tuple[str, Flat, torch.Tensor]]:
     for flat in parts.flats:
         yield WEIGHTS, flat, flat.shard
     for flat in parts.trained:

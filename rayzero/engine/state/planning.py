@@ -1,6 +1,7 @@
 """Which rank writes what, and where it lies: worked out from the layout, without a message.
 
-A rank's file holds, kind by kind and flat by flat, one run of its own shard as it lies in memory:
+A rank's file holds, first what is on disk, then what is in memory, kind by kind and flat by flat
+one run of its own shard as it lies there:
 
     own shard of a flat      | equal on all tp ranks | split by tp | padding |
     written by tp rank 0      -------------------------------------
@@ -21,6 +22,7 @@ from rayzero.engine.flats import Flat
 from rayzero.engine.state.contents import (
     WEIGHTS,
     flat_tensors,
+    is_on_disk,
     key_of,
     name_in,
     shard_axis,
@@ -30,7 +32,6 @@ from rayzero.engine.state.manifest import Chunk, Stored
 from rayzero.engine.whole import buffers_of
 from rayzero.layout.boxes import Sizes, boxes_of, whole_offsets, whole_shape, without_padding
 from rayzero.layout.spec import FlatLayout, ParamSpec, Span
-from rayzero.records import Where
 
 Identity = tuple[tuple[str, int, int], ...]
 
@@ -60,6 +61,11 @@ class Plan:
     runs: tuple[Run, ...]
     num_bytes: int
     index: Index | None
+
+    @property
+    def in_memory(self) -> list[torch.Tensor]:
+        """What is not on disk; it comes last."""
+        return [run.tensor for run in self.runs if run.on_disk is None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +104,14 @@ class Planner:
 
 
 def brought(parts: Assembly, plan: Plan) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a plan; those on disk share buffers and are read when asked for."""
+    """Yield a plan's tensors on disk, which share buffers and are read when asked for."""
     current: Flat | None = None
     for run in plan.runs:
-        if run.on_disk is not None and run.kind == WEIGHTS:
+        if run.on_disk is None:
+            continue
+        if run.kind == WEIGHTS:
             run.on_disk.fetch()
-        elif run.on_disk is not None and run.on_disk is not current:
+        elif run.on_disk is not current:
             current = run.on_disk
             parts.optimizer.bring(current)
         yield run.tensor
@@ -165,8 +173,7 @@ def _own_runs(parts: Assembly) -> Iterator[Run]:
             continue
         own = flat.own(tensor) if tensor.numel() == flat.layout.padded else tensor
         span = written_span(flat.layout, flat.shard_index, comm.rank("tp"))
-        place = flat.where if kind == WEIGHTS else parts.optimizer.where(flat)
-        on_disk = flat if place is Where.DISK else None
+        on_disk = flat if is_on_disk(parts, kind, flat) else None
         if span.elements:
             yield Run(tensor=own[span.start : span.stop], on_disk=on_disk, kind=kind)
     if comm.is_first:

@@ -19,7 +19,7 @@ import torch
 from rayzero.dist.comm import Communicator
 from rayzero.engine.shelf import memory_of
 from rayzero.engine.state.agreement import rank_of, said, told, world_of
-from rayzero.engine.state.blocks import write_blocks
+from rayzero.engine.state.blocks import BlockWriter, write_blocks
 from rayzero.engine.state.folders import SAVING, beside, commit
 from rayzero.engine.state.manifest import (
     Manifest,
@@ -42,8 +42,9 @@ FAILED = ".failed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """What a rank writes."""
+    """What a rank writes: `at_once` before `save` returns, `views` after it and maybe later."""
 
+    at_once: Iterable[memoryview]
     views: Iterable[memoryview]
     num_bytes: int
     extra: bytes
@@ -73,23 +74,12 @@ class Save:
 
     def write(self, payload: Payload) -> None:
         """Write this rank's files; an error is kept for `wait`."""
-        temporary = beside(self._folder, SAVING)
-        self._num_bytes = payload.num_bytes
-        try:
-            if payload.manifest is not None:
-                write_manifest(temporary, payload.manifest)
-            packed = write_blocks(packed_path(temporary, self._rank), payload.views)
-            extra = write_blocks(extra_path(temporary, self._rank), [memoryview(payload.extra)])
-            write_sums(temporary, self._rank, RankFiles(packed=packed, extra=extra))
-        except Exception as error:
-            self._error = error
-            with contextlib.suppress(OSError):
-                (temporary / f"rank-{self._rank:05d}{FAILED}").touch()
-        self._written.set()
+        self._finish(payload, self._copy(payload))
 
     def start(self, payload: Payload) -> None:
-        """Write in a thread."""
-        self._thread = threading.Thread(target=self._run, args=(payload,), daemon=True)
+        """Write what cannot wait, and the rest in a thread."""
+        packed = self._copy(payload)
+        self._thread = threading.Thread(target=self._run, args=(payload, packed), daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -124,8 +114,39 @@ class Save:
         self._thread = None
         self._staging.clear()
 
-    def _run(self, payload: Payload) -> None:
-        self.write(payload)
+    def _copy(self, payload: Payload) -> BlockWriter | None:
+        """Begin this rank's files; None where that failed."""
+        temporary = beside(self._folder, SAVING)
+        self._num_bytes = payload.num_bytes
+        with self._keeping_error():
+            if payload.manifest is not None:
+                write_manifest(temporary, payload.manifest)
+            packed = BlockWriter(packed_path(temporary, self._rank))
+            packed.copy(payload.at_once)
+            return packed
+        return None
+
+    def _finish(self, payload: Payload, packed: BlockWriter | None) -> None:
+        temporary = beside(self._folder, SAVING)
+        with self._keeping_error():
+            if packed is not None:
+                written = packed.finish(payload.views)
+                extra = write_blocks(extra_path(temporary, self._rank), [memoryview(payload.extra)])
+                write_sums(temporary, self._rank, RankFiles(packed=written, extra=extra))
+        self._written.set()
+
+    @contextlib.contextmanager
+    def _keeping_error(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._error = error
+            with contextlib.suppress(OSError):
+                mark = f"rank-{self._rank:05d}{FAILED}"
+                (beside(self._folder, SAVING) / mark).touch()
+
+    def _run(self, payload: Payload, packed: BlockWriter | None) -> None:
+        self._finish(payload, packed)
         temporary = beside(self._folder, SAVING)
         end = time.monotonic() + PATIENCE_S
         while self._is_first and not self._leave.is_set() and time.monotonic() < end:
@@ -164,8 +185,9 @@ def views_of(tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
         yield memory_of(as_bytes(tensor).cpu())
 
 
-def stage(tensors: Iterable[torch.Tensor], num_bytes: int) -> torch.Tensor:
+def stage(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Copy tensors into one host buffer of just their size."""
+    num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
     buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
     start = 0
     for tensor in tensors:
