@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import SupportsFloat
+from typing import NamedTuple, SupportsFloat
 
 
 class Kind(Enum):
@@ -54,6 +54,13 @@ class Holdings:
             for e in self.entries
             if (not kinds or e.kind in kinds) and where in (None, e.where)
         )
+
+
+class Uses(NamedTuple):
+    """How often a unit is gathered for one forward and for its backward."""
+
+    forward: int = 1
+    backward: int = 1
 
 
 class Carrier(Enum):

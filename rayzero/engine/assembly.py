@@ -16,7 +16,7 @@ from rayzero.engine.optimizer import PLACES, FlatOptimizer, OptimizerFactory
 from rayzero.engine.options import OffloadOptions, PrecisionOptions, ZeroOptions
 from rayzero.engine.replicated import Replicated
 from rayzero.engine.shelf import AnyShelf, Shelf, SizesShelf
-from rayzero.engine.stage import Stage, StageParts, data_axis
+from rayzero.engine.stage import Called, Stage, StageParts, data_axis
 from rayzero.engine.values import Initializer, Original, Values, off_meta, settle_buffers
 from rayzero.engine.zero1 import Zero1
 from rayzero.engine.zero2 import Zero2
@@ -58,8 +58,8 @@ class Assembly:
     """The files of what is offloaded to disk."""
     units: Sequence[str]
     """Names of the modules that stage 3 gathers as one."""
-    called: set[str]
-    """Those that have run."""
+    called: dict[str, Called]
+    """Those that have run, in the order of their first calls."""
     staging: list[torch.Tensor] = field(default_factory=list)
     """The host copy that a save under way writes from."""
 
@@ -118,7 +118,7 @@ def _assemble(
         zero=zero,
         units=units,
         device=device,
-        called=set(),
+        called={},
         in_backward=lambda: arrivals.is_open,
         hand_out=arrivals.hand_out,
         is_away=_is_away(trained, choices.offload),

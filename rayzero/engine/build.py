@@ -1,7 +1,7 @@
 """From a module to flats: param groups, dtypes, units, layouts and memory."""
 
 import fnmatch
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,12 @@ from rayzero.engine.flats import Flat, to_host
 from rayzero.engine.options import PrecisionOptions, ZeroOptions
 from rayzero.engine.partition import find_units, own_parameters, unit_of
 from rayzero.engine.shelf import AnyShelf, StagedFile
+from rayzero.engine.stage import Called
 from rayzero.errors import ConfigError
 from rayzero.layout.dtypes import dtypes_of
 from rayzero.layout.plan import plan_buckets, plan_units
 from rayzero.layout.spec import FlatLayout, ParamSpec, TpShard
-from rayzero.records import Where
+from rayzero.records import Uses, Where
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 GroupsFactory = Callable[[NamedParameters], Sequence[Mapping[str, Any]]]
@@ -151,13 +152,15 @@ def stage_units(module: nn.Module, zero: ZeroOptions) -> list[str]:
 
 
 def count_uses(
-    module: nn.Module, units: Sequence[str], flats: Sequence[Flat], called: Collection[str]
-) -> dict[str, int]:
+    module: nn.Module, units: Sequence[str], flats: Sequence[Flat], called: Mapping[str, Called]
+) -> dict[str, Uses]:
     """Count the unit modules that gather each unit's parameters: more than one where they are tied.
 
     A module inside another that uses them too finds them whole. Parameters that stay whole are no
     unit's. Units stand in the module's order, so what is around comes first. A tied holder that is
-    never called gathers nothing: once forwards have told which are called, only those count.
+    never called gathers nothing: once forwards have told which are called, only those count. In
+    backward a use from which no gradient goes on, such as an embedding's, leaves the unit whole for
+    the use before it.
     """
     units_of = {id(m.parameter): f.layout.unit for f in flats if f.sharded for m in f.members}
     users: dict[str, list[str]] = {}
@@ -168,7 +171,22 @@ def count_uses(
             around = users.setdefault(owner, [])
             if not any(not user or unit.startswith(f"{user}.") for user in around):
                 around.append(unit)
-    return {owner: len(names) for owner, names in users.items()}
+    return {
+        owner: Uses(len(names), _backward_gathers([c for n, c in called.items() if n in names]))
+        if called
+        else Uses(len(names), len(names))
+        for owner, names in users.items()
+    }
+
+
+def _backward_gathers(users: Sequence[Called]) -> int:
+    """Count the gathers of one backward; users: in the order of forward."""
+    gathers, is_whole = 0, False
+    for user in reversed(users):
+        if user.is_reached:
+            gathers += not is_whole
+            is_whole = not user.goes_on
+    return gathers
 
 
 def _dtype(name: str, parameter: nn.Parameter, precision: PrecisionOptions) -> str:

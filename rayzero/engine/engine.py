@@ -27,7 +27,7 @@ from rayzero.engine.values import Initializer
 from rayzero.engine.window import OpenWindow
 from rayzero.errors import ConfigError, EngineError, NonFiniteGradientError
 from rayzero.layout.spec import FlatLayout, TpShard
-from rayzero.records import Carrier, Holdings, Kind, Phase, StepReport, Where
+from rayzero.records import Carrier, Holdings, Kind, Phase, StepReport, Uses, Where
 
 NONFINITE_POLICIES = ("raise", "skip", "ignore")
 
@@ -264,8 +264,8 @@ class ZeroEngine:
         return self.comm.carrier(data_axis(self.zero.stage, self.comm))
 
     @property
-    def unit_uses(self) -> Mapping[str, int]:
-        """How many modules use each unit in one forward, as far as forwards have told."""
+    def unit_uses(self) -> Mapping[str, Uses]:
+        """How often each unit is gathered in one forward and backward, as far as they have told."""
         parts = self._parts
         return build.count_uses(self.module, parts.units, parts.flats, parts.called)
 

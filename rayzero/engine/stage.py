@@ -14,6 +14,14 @@ from rayzero.engine.wire import Wire
 from rayzero.records import Where
 
 
+@dataclass(slots=True)
+class Called:
+    """What the forwards of a unit's module told: do gradients come to it, and go on from it?"""
+
+    is_reached: bool = False
+    goes_on: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageParts:
     """What a stage is made of: all flats, those with gradients, and the door to collectives."""
@@ -25,7 +33,7 @@ class StageParts:
     zero: ZeroOptions
     units: Sequence[str]
     device: torch.device
-    called: set[str]
+    called: dict[str, Called]
     """Units whose modules have run, which stage 3 notes."""
     in_backward: Callable[[], bool]
     hand_out: Callable[[Flat], None]

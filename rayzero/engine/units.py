@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rayzero.engine.partition import own_parameters
 from rayzero.engine.prefetch import Prefetcher
+from rayzero.engine.stage import Called
 from rayzero.engine.tensors import map_tensors, tensors_in
 from rayzero.engine.unit import Unit, UnitState
 from rayzero.errors import EngineError
@@ -51,7 +52,7 @@ class UnitHooks:
         *,
         in_backward: Callable[[], bool],
         used_up: Callable[[Unit], None],
-        called: set[str],
+        called: dict[str, Called],
         prefetcher: Callable[[], Prefetcher],
     ) -> None:
         self._units = units
@@ -111,11 +112,11 @@ class UnitHooks:
 
     def _watch(self, name: str, part: nn.Module, used: tuple[Unit, ...]) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            self._called.add(name)
+            self._called.setdefault(name, Called())
             self._unshard(used)
             for unit in used:
                 unit.running += not self._in_backward()
-            return self._open_use(used, args, kwargs) if torch.is_grad_enabled() else None
+            return self._open_use(name, used, args, kwargs) if torch.is_grad_enabled() else None
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if torch.is_grad_enabled():
@@ -123,6 +124,7 @@ class UnitHooks:
                 passed = {id(tensor) for tensor in tensors_in((args, kwargs))}
                 for tensor in tensors_in(output):
                     if tensor.requires_grad and id(tensor) not in passed:
+                        self._called[name].is_reached = True
                         _on_gradient(tensor, lambda: self._unshard_for_backward(used))
             if not self._in_backward():
                 self._end_forward(used)
@@ -130,7 +132,7 @@ class UnitHooks:
         hook = part.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         self._handles += [hook, part.register_forward_hook(after, with_kwargs=True)]
 
-    def _open_use(self, used: tuple[Unit, ...], args: Any, kwargs: Any) -> Any:
+    def _open_use(self, name: str, used: tuple[Unit, ...], args: Any, kwargs: Any) -> Any:
         inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         for unit in used:
             # Inside backward only a reentrant recomputation opens a use: its forward had no graph.
@@ -138,6 +140,7 @@ class UnitHooks:
                 unit.open_uses += 1
         if not inputs:
             return None
+        self._called[name].goes_on = True
         end = self._end_of_use(used)
 
         views: dict[int, torch.Tensor] = {}

@@ -13,7 +13,7 @@ from rayzero.config.zero import OffloadConfig, Place
 from rayzero.layout.dtypes import FlatDtypes, dtypes_of
 from rayzero.layout.plan import offloaded, plan_buckets, plan_units
 from rayzero.layout.spec import FlatLayout, ParamSpec, TpShard
-from rayzero.records import Carrier, Where
+from rayzero.records import Carrier, Uses, Where
 from rayzero.theory.shapes import ModelShape, ParamShape, shape_of
 
 PLACES = {Place.NONE: Where.DEVICE, Place.HOST: Where.HOST, Place.DISK: Where.DISK}
@@ -42,7 +42,7 @@ class Question:
 
     counts: how many flats, all of one dtype, each layout stands for; one each where left out.
     carrier: how gradients travel, which decides the scratch that they are received into.
-    uses: how many modules use each unit in one forward; a unit that is left out has one.
+    uses: how often each unit is gathered, where that is not once for each pass.
     """
 
     stage: int
@@ -59,7 +59,7 @@ class Question:
     overlap: bool = True
     carrier: Carrier = Carrier.PAIRWISE
     buffers_bytes: int = 0
-    uses: tuple[tuple[str, int], ...] = ()
+    uses: tuple[tuple[str, Uses], ...] = ()
 
     @property
     def data_axis(self) -> str:
@@ -111,9 +111,9 @@ class Question:
         """Whether the optimizer updates a copy of the flat's parameters."""
         return self.dtypes(flat).has_master or self.where(flat) is not self.home(flat)
 
-    def uses_of(self, unit: str) -> int:
-        """How many modules use a unit in one forward."""
-        return dict(self.uses).get(unit, 1)
+    def uses_of(self, unit: str) -> Uses:
+        """How often a unit is gathered."""
+        return dict(self.uses).get(unit, Uses())
 
 
 def question_of(
@@ -218,7 +218,7 @@ def _ask(
         optimizer=optimizer_shape(config.optimizer),
         overlap=config.zero.overlap,
         carrier=carrier,
-        uses=(("tokens", 2),) if config.model.tied_output else (),
+        uses=(("tokens", Uses(2, 2)),) if config.model.tied_output else (),
     )
 
 

@@ -60,9 +60,10 @@ def _flat_transfers(
         if q.stage in (1, 2) or flat.persistent:
             yield _moved(q, flat, "all_gather", Phase.STEP, flat.dtype)
     if q.is_sharded(flat):
-        for phase in (Phase.FORWARD, Phase.BACKWARD):
+        times = q.uses_of(flat.unit)
+        for phase, each in ((Phase.FORWARD, times.forward), (Phase.BACKWARD, times.backward)):
             gather = _moved(q, flat, "all_gather", phase, flat.dtype)
-            yield from [gather] * (backwards * q.uses_of(flat.unit))
+            yield from [gather] * (backwards * each)
 
 
 def _reductions(

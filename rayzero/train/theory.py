@@ -10,7 +10,7 @@ from rayzero.config.cell import CellConfig
 from rayzero.engine import ZeroEngine
 from rayzero.layout.boxes import whole_shape
 from rayzero.parallel.crossings import crossings_of
-from rayzero.records import Carrier, Transfer
+from rayzero.records import Carrier, Transfer, Uses
 from rayzero.theory.question import (
     Question,
     counted_question_of,
@@ -68,8 +68,8 @@ def tp_sent_bytes(config: CellConfig, world: int) -> int:
     return transformer_sent_bytes(config, question, config.batching(world).accumulation)
 
 
-def _uses(found: Mapping[str, int]) -> dict[str, int]:
-    return {unit: count for unit, count in found.items() if count != 1}
+def _uses(found: Mapping[str, Uses]) -> dict[str, Uses]:
+    return {unit: uses for unit, uses in found.items() if uses != Uses()}
 
 
 def _buffers_bytes(module: nn.Module) -> int:

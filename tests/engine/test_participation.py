@@ -1,6 +1,7 @@
 """Parameters that are unused, frozen, repeated, shared or chosen by data."""
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -382,17 +383,51 @@ class Idle(nn.Module):
         return self.last(self.first(x)).square().mean()
 
 
-def idle_gathers(ctx: RankContext) -> tuple[Counter[Transfer], Counter[Transfer]]:
-    zero = ZeroOptions(stage=3, units=["first", "idle", "last"])
-    with stack_engine(ctx, zero, module=Idle()) as engine:
+class TwoEmbeddings(nn.Module):
+    """The shape of T5: an encoder's and a decoder's embedding, the output tied to both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Embedding(9, 4), nn.Embedding(9, 4)
+        self.block, self.output = nn.Linear(4, 4), nn.Linear(4, 9, bias=False)
+        self.decoder.weight = self.output.weight = self.encoder.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.output(self.decoder(tokens) + self.block(self.encoder(tokens))).square().mean()
+
+
+class FrozenStart(nn.Module):
+    """A frozen embedding, to which no gradient comes, and a frozen layer, which one goes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Embedding(9, 4).requires_grad_(False)
+        self.middle, self.end = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.end(self.middle(self.start(tokens))).square().mean()
+
+
+def gathers_of(
+    ctx: RankContext, make: Callable[[], nn.Module], inputs: torch.Tensor
+) -> tuple[Counter[Transfer], Counter[Transfer]]:
+    """Train each child as a unit; return the second step's transfers and the formula's."""
+    module = make()
+    zero = ZeroOptions(stage=3, units=[name for name, _ in module.named_children()])
+    with stack_engine(ctx, zero, module=module) as engine:
         for _ in range(2):
-            engine.backward(engine(torch.ones(2, 8, requires_grad=True)))
+            engine.backward(engine(inputs))
             engine.step()
         question = question_of(engine, zero, OffloadOptions(), "fp32")
         found = Counter(engine.ledger.transfers)
         return found, Counter(step_transfers(question, backwards=1, reductions=1))
 
 
-def test_a_tied_holder_that_is_never_called_is_not_gathered_for(ranks: Pools) -> None:
-    for found, formula in ranks(2)(idle_gathers):
+@pytest.mark.parametrize("make", [Idle, TwoEmbeddings, FrozenStart])
+def test_each_use_of_a_tied_or_frozen_unit_is_gathered_for_as_theory_says(
+    ranks: Pools, make: Callable[[], nn.Module]
+) -> None:
+    tokens = torch.arange(6)
+    inputs = torch.ones(2, 8, requires_grad=True) if make is Idle else tokens
+    for found, formula in ranks(2)(gathers_of, make, inputs):
         assert found == formula

@@ -19,6 +19,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {**WIDTHS, "num_attention_heads": 4, "num_key_value_heads": 2},
     "bert": {**WIDTHS, "num_attention_heads": 4, "task": "masked"},
     "t5": {"num_layers": 2, "d_model": 16, "d_ff": 24, "num_heads": 2, "task": "seq2seq"},
+    "t5 in units": {
+        "num_layers": 2,
+        "d_model": 256,
+        "d_ff": 128,
+        "num_heads": 2,
+        "d_kv": 8,
+        "vocab_size": 260,
+        "task": "seq2seq",
+    },
     "mixtral": {**WIDTHS, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
 
@@ -31,7 +40,7 @@ def test_a_cell_trains_a_hugging_face_model_as_theory_says(ranks: Pools, name: s
             zero={"stage": stage, "bucket_elements": 5_000},
             model={
                 "name": name,
-                "config": name,
+                "config": name.partition(" ")[0],
                 "factory": FACTORY,
                 "factory_args": {"vocab_size": 256, **MODELS[name]},
             },
