@@ -4,10 +4,18 @@
 forward pre-hook: the unit and every unit whose parameters the module also uses become whole.
 forward hook: they are freed, unless another running module uses them, or this forward is a
 recomputation inside backward, whose backward follows at once. A hook on each output tensor makes
-them whole again when its gradient comes. The gradients of the module's inputs are the last of this
-use, and free it: autograd runs what was made last first, so every other node of the use has run. A
-use whose inputs need no gradient is freed at the end of backward. Gradients that have come tell
-nothing: a checkpoint may still compute again with the unit.
+them whole again when its gradient comes. The gradient of the module's first input that needs one is
+the last of this use, and frees it: autograd runs what was made last first, so every other node of
+the use has run. A use whose inputs need no gradient is freed at the end of backward. Gradients that
+have come tell nothing: a checkpoint may still compute again with the unit.
+
+[Note: one marked input]
+The mark is a view of this use alone, as the input may have other users. An ordinary view, not a
+function of our own: the module may change its input in place. One view, wherever the tensor is
+given: attention asks whether query, key and value are the same one. And only one input: behind a
+view this use's parts of a gradient are summed first, which changes bits where others use the tensor
+too. The first input is mostly the one that a layer hands to the next; others are for many, as an
+encoder's output is for each layer of the decoder.
 
 [Note: other ways into a unit's backward]
 A module may hand tensors out by other ways than its output: on an attribute, as a router keeps its
@@ -141,22 +149,10 @@ class UnitHooks:
         if not inputs:
             return None
         self._called[name].goes_on = True
-        end = self._end_of_use(used)
-
-        views: dict[int, torch.Tensor] = {}
-
-        def mark(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.requires_grad:
-                return tensor
-            # A view of this use alone, as the input may have other users. An ordinary view, not a
-            # function of our own: the module may change its input in place. One view for each
-            # tensor: attention asks whether query, key and value are the same one.
-            if id(tensor) not in views:
-                views[id(tensor)] = tensor.view_as(tensor)
-                _on_gradient(views[id(tensor)], end)
-            return views[id(tensor)]
-
-        return map_tensors((args, kwargs), mark)
+        # See [Note: one marked input].
+        marked = inputs[0].view_as(inputs[0])
+        _on_gradient(marked, self._end_of_use(used))
+        return map_tensors((args, kwargs), lambda t: marked if t is inputs[0] else t)
 
     def _end_forward(self, used: tuple[Unit, ...]) -> None:
         for unit in used:
@@ -177,11 +173,7 @@ class UnitHooks:
             (self._backward if self._in_backward() else self._forward).used(used)
 
     def _end_of_use(self, used: tuple[Unit, ...]) -> Callable[[], None]:
-        """Return what the gradient of any input of a use calls; it acts once in a backward.
-
-        Autograd runs what was recorded last first, so at the first of these gradients every node of
-        the use that can run has run.
-        """
+        """Return what the gradient of a use's marked input calls; it acts once in a backward."""
         last_ended = -1
 
         def end() -> None:

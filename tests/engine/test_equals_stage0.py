@@ -3,8 +3,11 @@
 import dataclasses
 
 import pytest
+import torch
+from torch import nn
 
-from rayzero.engine import ZeroOptions
+from rayzero.engine import ZeroEngine, ZeroOptions
+from tests.engine.harness import ADAMW
 from tests.engine.reference import (
     Case,
     bit_equal,
@@ -12,7 +15,7 @@ from tests.engine.reference import (
     train_engine,
     train_plain,
 )
-from tests.ranks import Pools
+from tests.ranks import Pools, RankContext
 
 # Bounds of REF: fp64 AdamW 1e-10, fp32 SGD 1e-6, fp32 AdamW 1% of lr x steps.
 BOUNDS = {("adamw", "fp64"): 1e-10, ("sgd", "fp32"): 1e-6, ("adamw", "fp32"): 0.01 * 0.01 * 5}
@@ -67,6 +70,37 @@ def test_no_knob_changes_a_bit(ranks: Pools) -> None:
     knobs += [ZeroOptions(stage=3, prefetch_elements=10**6, max_live_elements=300)]
     for zero in knobs:
         assert bit_equal(ranks(2)(train_engine, case, zero)[0]["weights"], reference), zero
+
+
+class Decoder(nn.Module):
+    """Layers that all read one memory, each several times, as a decoder reads its encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(16, 16)
+        self.layers = nn.ModuleList(nn.TransformerDecoderLayer(16, 2, 24, 0.0) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory, y = self.encoder(x), x
+        for layer in self.layers:
+            y = layer(y, memory)
+        return y.square().mean()
+
+
+def decode(ctx: RankContext, zero: ZeroOptions) -> dict[str, torch.Tensor]:
+    torch.manual_seed(ctx.rank)
+    with ZeroEngine(Decoder(), optimizer=ADAMW, zero=zero, mesh=ctx.mesh()) as engine:
+        for _ in range(2):
+            engine.backward(engine(torch.randn(7, 3, 16)))
+            engine.step()
+        return engine.full_state_dict(all_ranks=True)
+
+
+def test_what_several_layers_read_has_the_same_bits_at_every_stage(ranks: Pools) -> None:
+    reference = ranks(2)(decode, ZeroOptions(stage=0))[0]
+    for stage in (1, 2, 3):
+        weights = ranks(2)(decode, ZeroOptions(stage=stage, bucket_elements=150))[0]
+        assert bit_equal(weights, reference), stage
 
 
 def test_last_is_a_promise_about_traffic_and_never_about_the_result(ranks: Pools) -> None:
