@@ -133,6 +133,18 @@ def check_trained_flags(flats: Sequence[Flat], trained: bool) -> None:
                 )
 
 
+def check_memory(flats: Sequence[Flat]) -> None:
+    """Raise EngineError for a parameter that was given other memory than the engine updates."""
+    for flat in flats:
+        for member, _ in flat.moved():
+            raise EngineError(
+                f"parameter {member.name!r} was given other memory (by `parameter.data = ...`, "
+                "module.to(...), module.half() or the like), which the engine does not update; "
+                "write into it in place, as with parameter.copy_(...) under torch.no_grad(), or "
+                "convert the module before the engine is built"
+            )
+
+
 def check_known(module: nn.Module, flats: Sequence[Flat]) -> None:
     """Raise EngineError for a parameter that the module got after the engine was built."""
     known = {id(member.parameter) for flat in flats for member in flat.members}

@@ -129,6 +129,7 @@ class ZeroEngine:
             clip = clip_factor(window.grad_norm, self._max_grad_norm)
             if applied:
                 self._scale(clip, window, scale)
+                self._parts.optimizer.take_written(window.flags)
                 self._parts.optimizer.update([self._stage.gradient(f) for f in self._trained])
                 self._stage.publish()
         report = StepReport(

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from rayzero.dist.dtypes import BY_NAME
+from rayzero.dist.fake import is_without_values
 from rayzero.engine.sharded_parameter import sharded_class
 from rayzero.engine.shelf import StagedFile
 from rayzero.layout.dtypes import FlatDtypes
@@ -67,6 +68,7 @@ class Flat:
         self._views = self.views_of(self.whole)
         self._placeholder = torch.full((), float("nan"), dtype=dtype, device=device)
         self.make_whole()
+        self._versions = self._read_versions()
         if sharded:
             self.free()
 
@@ -109,9 +111,17 @@ class Flat:
     def free(self) -> None:
         """Take the bytes of `whole` away; its parameters refuse to be used until make_whole."""
         for member in self.members:
-            member.parameter.data = self._placeholder.expand(member.shape)
-            member.parameter.__class__ = member.sharded_class
+            # What was gathered ahead and not used has parameters that are sharded yet.
+            if type(member.parameter) is not member.sharded_class:
+                member.parameter.data = self._placeholder.expand(member.shape)
+                member.parameter.__class__ = member.sharded_class
         self.whole.untyped_storage().resize_(0)
+
+    def take_written(self) -> list[str]:
+        """Name the parameters that were written in place since the last call."""
+        before, self._versions = self._versions, self._read_versions()
+        changed = zip(self.members, before, self._versions, strict=True)
+        return [member.name for member, old, new in changed if old != new]
 
     def take_gradients(self) -> list[torch.Tensor | None]:
         """Return the parameters' gradients as dense ones, None where none came, and clear them."""
@@ -122,10 +132,30 @@ class Flat:
             member.parameter.grad = None
         return grads
 
+    def moved(self) -> list[tuple[Member, torch.Tensor]]:
+        """List the parameters that should be views into `whole` and are not, with their view."""
+        if is_without_values(self.whole):
+            return []
+        return [
+            (member, view)
+            for member, view in zip(self.members, self._views, strict=True)
+            if type(member.parameter) is not member.sharded_class
+            and member.parameter.data_ptr() != view.data_ptr()
+        ]
+
+    def bring_back(self) -> None:
+        """Copy the values of such parameters into `whole`, and make them views again."""
+        for member, view in self.moved():
+            view.copy_(member.parameter.data)
+            member.parameter.data = view
+
     @property
     def num_writes(self) -> int:
         """How often users wrote into parameters in place; sharded ones cannot be written."""
-        return 0 if self.sharded else sum(m.parameter._version for m in self.members)
+        return 0 if self.sharded else sum(self._read_versions())
+
+    def _read_versions(self) -> list[int]:
+        return [member.parameter._version for member in self.members]
 
     @property
     def placeholder(self) -> torch.Tensor:

@@ -45,6 +45,7 @@ def _optimizer_tensors(parts: Assembly) -> Iterator[HeldTensor]:
         elif tensor.numel():
             place = Where.DEVICE if optimizer.where(flat) is Where.DEVICE else Where.HOST
             yield Kind.COUNTERS, place, None, tensor
+    yield Kind.COUNTERS, Where.DEVICE, None, optimizer.sums
     for tensor in optimizer.staging():
         yield Kind.STAGING, Where.HOST, None, tensor
 

@@ -29,6 +29,8 @@ class Window:
     weight: float
     finite: bool
     late: bool
+    flags: list[bool]
+    """This rank's own."""
 
 
 def square_sums(
@@ -75,11 +77,13 @@ def agree(
     loss_scale: float,
     counts: tuple[int, int, int],
     norm_dtype: torch.dtype,
+    flags: torch.Tensor,
 ) -> Window:
     """Exchange what ranks know of the window: norm parts, weight, (backwards, reductions, late).
 
     Norm parts are summed over shard and tp (what tp replicates, once), in rank order and fp64. The
-    norm is rounded to norm_dtype: at fp32 the cut into buckets then moves no bit of it.
+    norm is rounded to norm_dtype: at fp32 the cut into buckets then moves no bit of it. flags of
+    this rank alone are read with the rest, so that the device is waited for once.
     """
     told = torch.tensor([weight, *counts], dtype=torch.float64, device=sums.device)
     rows = comm.exchange(torch.cat([sums, told]), axis=axis, unit="window")
@@ -94,16 +98,18 @@ def agree(
         square = torch.stack([over_tp[0, 0], over_tp[:, 1].sum()])
     total = rows[:, 2].mean()
     norm = (square.sum().sqrt() / (total * loss_scale)).to(norm_dtype)
-    known = comm.read(torch.cat([rows[:, 2:].reshape(-1), norm.double().reshape(1)]))
-    ranks = rows.shape[0]
+    values = [rows[:, 2:].reshape(-1), norm.double().reshape(1), flags.double()]
+    known, ranks = comm.read(torch.cat(values)), rows.shape[0]
+    norm_value = known[4 * ranks]
     table = [known[r * 4 : r * 4 + 4] for r in range(ranks)]
     _check_alike([row[1] for row in table], [row[2] for row in table])
     return Window(
         grad_norm=norm,
         weight=sum(row[0] for row in table) / ranks,
-        norm=known[-1],
-        finite=math.isfinite(known[-1]),
+        norm=norm_value,
+        finite=math.isfinite(norm_value),
         late=not comm.is_fake and any(row[3] for row in table),
+        flags=[not comm.is_fake and flag != 0.0 for flag in known[4 * ranks + 1 :]],
     )
 
 

@@ -26,6 +26,9 @@ class FlatOptimizer:
 
     `part` cuts from a flat what this rank updates: its shard, or at stage 0 the whole. A flat has a
     copy for the optimizer where the master is wider or the states live elsewhere than the part.
+
+    What users write into parameters must reach such a copy, or the next step overwrites it. Writes
+    in place count themselves; one through `parameter.data` shows only in a sum of the part's bits.
     """
 
     def __init__(
@@ -45,6 +48,11 @@ class FlatOptimizer:
         self._away = offloaded([flat.layout for flat in flats], offload.optimizer, offload.fraction)
         self._targets = [self._make_target(flat) for flat in flats]
         self._num_writes = [flat.num_writes for flat in flats]
+        self._watched = [flat for flat in flats if self.has_copy(flat) and not flat.sharded]
+        device = flats[0].whole.device if flats else None
+        self.sums = torch.zeros(len(self._watched), dtype=torch.int64, device=device)
+        """Of the bits of each watched flat's part, as the optimizer left them."""
+        self._written: list[Flat] = []
         self._stepping = False
         groups = [{**group, "params": []} for group in settings]
         for flat, target in zip(flats, self._targets, strict=True):
@@ -72,6 +80,7 @@ class FlatOptimizer:
             self._disk.write_master(flat.layout.index, values)
         else:
             self.target(flat).data.copy_(values)
+        self._remember(flat)
 
     def adopt_writes(self, flat: Flat) -> None:
         """Bring what was written into a flat's parameters to its master."""
@@ -81,6 +90,16 @@ class FlatOptimizer:
         for staged in self.staged():
             if staged is flat:
                 self._adopt_writes(flat)
+
+    def unlike_sums(self) -> torch.Tensor:
+        """Tell of each watched flat whether its part is another than the optimizer left."""
+        if not self._watched:
+            return self.sums.bool()
+        return torch.stack([_sum_of(self._part(flat)) for flat in self._watched]) != self.sums
+
+    def take_written(self, flags: Sequence[bool]) -> None:
+        """Let the next update take over what was written into flats; flags: of `unlike_sums`."""
+        self._written = [f for f, flag in zip(self._watched, flags, strict=True) if flag]
 
     def update(self, gradients: Sequence[torch.Tensor]) -> None:
         """Step on gradients (one per flat, as long as the part), then refresh the parameters.
@@ -187,8 +206,9 @@ class FlatOptimizer:
         if not positions:
             return
         for position, gradient in zip(positions, gradients, strict=True):
-            if self._flats[position].num_writes != self._num_writes[position]:
-                self._adopt_writes(self._flats[position])
+            flat = self._flats[position]
+            if flat in self._written or flat.num_writes != self._num_writes[position]:
+                self._adopt_writes(flat)
             target = self._targets[position]
             target.grad = gradient.to(target.device, target.dtype)
         self._stepping = True
@@ -205,6 +225,11 @@ class FlatOptimizer:
                 stays = flat.where is Where.DEVICE
                 self._part(flat).copy_(self._targets[position].data, non_blocking=stays)
                 flat.store()
+                self._remember(flat)
+
+    def _remember(self, flat: Flat) -> None:
+        if flat in self._watched:
+            self.sums[self._watched.index(flat)] = _sum_of(self._part(flat))
 
     def _adopt_writes(self, flat: Flat) -> None:
         # Elements that still are their master's rounding keep the master's precision.
@@ -225,6 +250,11 @@ class FlatOptimizer:
 def is_moment(value: Any, target: torch.Tensor) -> bool:
     """Whether a value of the optimizer's state has an element for each of the target."""
     return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == target.numel()
+
+
+def _sum_of(part: torch.Tensor) -> torch.Tensor:
+    """Sum the bits, eight bytes at a time: other values have another sum, in another order not."""
+    return part.view(torch.int64).sum()
 
 
 def _fits(gradient: torch.Tensor, target: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from rayzero.errors import ShardedParameterError
 _READ = (
     "shape dtype device layout ndim grad requires_grad is_leaf is_cuda is_meta is_sparse grad_fn"
 )
-_WRITTEN = "grad requires_grad data"
+_WRITTEN = "grad requires_grad"
 _CALLED = (
     "size dim numel nelement element_size is_floating_point is_complex requires_grad_ __len__ "
     "__hash__ register_hook register_post_accumulate_grad_hook untyped_storage"

@@ -6,6 +6,7 @@ from enum import Enum
 from rayzero.dist.comm import Communicator, Handle
 from rayzero.engine.flats import Flat
 from rayzero.engine.stage import StageParts
+from rayzero.errors import EngineError
 
 
 class UnitState(Enum):
@@ -71,14 +72,27 @@ class Unit:
             self.state = UnitState.WHOLE
 
     def reshard(self) -> None:
-        """Free the whole unless it is held; values that only it has are lost."""
+        """Free the whole unless it is held; raise EngineError where it was written to."""
         for handle in self._handles:
             handle.wait()
         self._handles = []
-        if self.state is not UnitState.SHARDED and not self.num_holders:
-            for flat in self.flats:
-                flat.free()
-            self.state = UnitState.SHARDED
+        if self.state is UnitState.SHARDED or self.num_holders:
+            return
+        written = self.take_written() if self.state is UnitState.WHOLE else []
+        for flat in self.flats:
+            flat.free()
+        self.state = UnitState.SHARDED
+        if written:
+            raise EngineError(
+                f"parameter {written[0]!r} was written to while its unit ran; at stage 3 that is "
+                "gone when the unit is sharded again. Make it a buffer, keep it whole with "
+                "zero.persistence_elements, or write it between steps inside "
+                "engine.gathered(module, writer_rank=0)"
+            )
+
+    def take_written(self) -> list[str]:
+        """Name the parameters that were written in place since the last call."""
+        return [name for flat in self.flats for name in flat.take_written()]
 
 
 def build_units(parts: StageParts) -> list[Unit]:

@@ -73,6 +73,7 @@ def gathered(
     finally:
         with torch.no_grad():
             for flat, old in zip(flats, before, strict=True):
+                flat.bring_back()
                 if writer is None:
                     flat.whole.copy_(old)
                 else:

@@ -2,7 +2,7 @@
 
 import torch
 
-from rayzero.engine.arrivals import check_known, check_trained_flags
+from rayzero.engine.arrivals import check_known, check_memory, check_trained_flags
 from rayzero.engine.assembly import Assembly
 from rayzero.engine.flats import Flat
 from rayzero.engine.loss_scale import LossScale
@@ -98,6 +98,7 @@ class OpenWindow:
             loss_scale=self._loss_scale.value,
             counts=(self.num_backwards, self._num_reductions, late),
             norm_dtype=self._norm_dtype,
+            flags=parts.optimizer.unlike_sums(),
         )
 
     def _check(self) -> None:
@@ -109,3 +110,4 @@ class OpenWindow:
         if not self.num_backwards:
             raise EngineError("there was no backward in this window; call engine.backward first")
         check_known(self._parts.module, self._parts.flats)
+        check_memory(self._parts.flats)

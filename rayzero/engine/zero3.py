@@ -86,8 +86,9 @@ class Zero3:
             unit.num_holders += 1
 
     def release(self, flats: Sequence[Flat]) -> None:
-        """Shard them again."""
+        """Shard them again; what was written to them has been dealt with."""
         for unit in self._units_of(flats):
+            unit.take_written()
             unit.num_holders -= 1
             unit.reshard()
 

@@ -15,6 +15,8 @@ from rayzero.layout.volume import scratch_elements
 from rayzero.records import Carrier, Held, Holdings, Kind, Where
 from rayzero.theory.question import COUNTER_BYTES, Question, counted_question_of
 
+SUM_BYTES = 8
+"""The engine's sum over a flat's bits, by which it sees what users write into parameters."""
 STATES = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.MASTER, Kind.MOMENTS)
 
 
@@ -152,6 +154,8 @@ def _states(
         memory = Where.DEVICE if place is Where.DEVICE else Where.HOST
         if q.has_copy(flat):
             yield _held(Kind.MASTER, place, group, dtypes.master, q.stage >= 1)
+            if not q.is_sharded(flat):
+                yield Held(kind=Kind.COUNTERS, num_bytes=group.num_flats * SUM_BYTES)
         if after_backward:
             where = memory if q.stage >= 2 else Where.DEVICE
             yield _held(Kind.GRADIENTS, where, group, dtypes.accumulate, q.stage >= 2)
