@@ -1,6 +1,7 @@
 """The house of DESIGN: imports run downward, third parties stay behind fences, rooms stay small."""
 
 import ast
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -140,6 +141,22 @@ def test_each_file_opens_with_a_sentence_in_ascii(path: Path) -> None:
     docstring = ast.get_docstring(ast.parse(text))
     assert docstring, "the head of the file says what it is for"
     assert text.isascii()
+
+
+def test_every_test_that_the_engines_list_names_is_there() -> None:
+    readme = ROOT / "tests" / "engine" / "README.md"
+    named = set(
+        re.findall(r"`((?:tests/)?[\w/]*test_\w+(?:\.py)?|tests/\w+/)`", readme.read_text())
+    )
+    folder = {path.name: path.read_text() for path in readme.parent.glob("test_*.py")}
+    functions = {
+        name for text in folder.values() for name in re.findall(r"^def (test_\w+)", text, re.M)
+    }
+    missing = [
+        n for n in named if n not in folder and n not in functions and not (ROOT / n).exists()
+    ]
+    assert not missing, f"{readme} names tests that are not there"
+    assert folder.keys() <= named, f"{readme} leaves out {folder.keys() - named}"
 
 
 def lines_of(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -397,7 +397,7 @@ class TwoEmbeddings(nn.Module):
 
 
 class FrozenStart(nn.Module):
-    """A frozen embedding, to which no gradient comes, and a frozen layer, which one goes through."""
+    """A frozen embedding, which no gradient reaches, and a frozen layer that passes one on."""
 
     def __init__(self) -> None:
         super().__init__()

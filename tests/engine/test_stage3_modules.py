@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rayzero.engine import ZeroEngine, ZeroOptions
 from tests.engine.harness import (
+    ADAMW,
     EVERY_STAGE,
     STAGE_3,
     Moment,
@@ -303,6 +304,45 @@ def test_the_ledger_does_not_grow_in_evaluation(ranks: Pools) -> None:
     """E44, E39: an engine that only runs forward keeps the lines of one call."""
     for found in ranks(2)(many_forwards):
         assert found == [0, 0]
+
+
+class Encoder(nn.Module):
+    """Blocks behind a method of another name than forward, as generation loops have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Part() for _ in range(3))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encode(x).square().mean()
+
+
+def encoded(ctx: RankContext, zero: ZeroOptions) -> tuple[str, list[float]]:
+    """Train a step and call the method without gradient; return its error and its result."""
+    torch.manual_seed(5)
+    found: list[float] = []
+    with ZeroEngine(Encoder(), optimizer=ADAMW, zero=zero, mesh=ctx.mesh()) as engine:
+        engine.backward(engine(torch.ones(2, 4)))
+        engine.step()
+        with torch.no_grad():
+            x = torch.ones(2, 4)
+            text = error_of(lambda: found.extend(engine.module.encode(x).flatten().tolist()))
+        assert_nothing_gathered(engine)
+    return text, found
+
+
+def test_a_method_of_another_name_than_forward(ranks: Pools) -> None:
+    *options, one_unit = OPTIONS
+    expected = ranks(2)(encoded, ZeroOptions(stage=0))
+    for zero in options:
+        assert ranks(2)(encoded, zero) == expected
+    for text, _ in ranks(2)(encoded, one_unit):
+        assert "name that module's parent in zero.units" in text
 
 
 class Failing(nn.Module):
