@@ -12,7 +12,7 @@ from rayzero.dist.dtypes import BY_NAME, NAMES
 from rayzero.engine.flats import Flat, to_host
 from rayzero.engine.options import PrecisionOptions, ZeroOptions
 from rayzero.engine.partition import find_units, own_parameters, unit_of
-from rayzero.engine.shelf import AnyShelf, StagedFile
+from rayzero.engine.shelf import AnyShelf, ReadAhead, StagedFile
 from rayzero.engine.stage import Called
 from rayzero.errors import ConfigError
 from rayzero.layout.dtypes import dtypes_of
@@ -137,10 +137,16 @@ def parameter_files(shelf: AnyShelf, layouts: Sequence[FlatLayout]) -> dict[int,
         )
         for name in dtypes
     }
+    ahead = {name: ReadAhead() for name in dtypes}
     files = {}
     for layout in layouts:
         buffer = buffers[layout.dtype][: layout.shard_elements]
-        file = StagedFile(shelf=shelf, name=f"{layout.index}.parameters", buffer=buffer)
+        file = StagedFile(
+            shelf=shelf,
+            name=f"{layout.index}.parameters",
+            buffer=buffer,
+            ahead=ahead[layout.dtype],
+        )
         shelf.reserve(file.name, buffer.numel() * buffer.itemsize)
         files[layout.index] = file
     return files

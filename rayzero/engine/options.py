@@ -74,7 +74,8 @@ class OffloadOptions:
 
     optimizer: masters and moments, with the shards of gradients in host memory (stages 2 and 3).
     params: shards of parameters between uses (stage 3); on disk they are read into one staging
-        buffer when their unit is gathered, and written after the step.
+        buffer when their unit is gathered, with overlap while the unit before it computes, and
+        written after the step.
     fraction: of the optimizer's states. What optimizer and params send to the same place is updated
         there, without a second copy, where master and parameters have one dtype.
     """

@@ -1,8 +1,9 @@
 """Gather units ahead of their use, in the order of the pass before.
 
 A pass is one forward or one backward. While uses come as they came last time, the next units are
-gathered as long as the elements ahead of use stay within the limits. A pass that takes another way
-than the last gathers nothing ahead from there on, and the next follows the new way.
+gathered as long as the elements ahead of use stay within the limits, and of the one after them the
+own shard is read, where it is on disk: its buffer lies idle between gathers. A pass that takes
+another way than the last gathers nothing ahead from there on, and the next follows the new way.
 """
 
 from collections.abc import Sequence
@@ -45,5 +46,6 @@ class Prefetcher:
                 ahead += unit.elements
                 live = live_elements + ahead
                 if ahead > self._elements or (self._max_live is not None and live > self._max_live):
+                    unit.read_ahead()
                     return
                 unit.start_unshard()

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,17 +118,44 @@ class SizesShelf:
 AnyShelf = Shelf | SizesShelf
 
 
+@dataclass(slots=True)
+class ReadAhead:
+    """The read under way into a buffer that files share; name: of the file."""
+
+    name: str = ""
+    done: "Future[None] | None" = None
+
+    def end(self) -> str:
+        """Wait for it, whatever comes of it; return the name."""
+        done, self.done = self.done, None
+        if done is not None:
+            wait([done])
+            return self.name if done.exception() is None else ""
+        return ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedFile:
-    """A file, and the buffer in memory that it is read into and written from."""
+    """A file, and the buffer in memory that it is read into and written from.
+
+    Files share buffers, and the read ahead into each. Who writes into one must `end` that before.
+    """
 
     shelf: AnyShelf
     name: str
     buffer: torch.Tensor
+    ahead: ReadAhead
+
+    def read_ahead(self) -> None:
+        """Begin to read, into a buffer that nobody needs before the next `fetch`."""
+        if self.ahead.done is None:
+            self.ahead.name = self.name
+            self.ahead.done = self.shelf.read(self.name, self.buffer)
 
     def fetch(self) -> None:
-        """Read the file into the buffer."""
-        self.shelf.read(self.name, self.buffer).result()
+        """Read the file into the buffer, unless that has been done ahead."""
+        if self.ahead.end() != self.name:
+            self.shelf.read(self.name, self.buffer).result()
 
     def store(self) -> None:
         """Write the buffer to the file."""

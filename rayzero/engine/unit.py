@@ -47,6 +47,18 @@ class Unit:
         """Elements of the whole unit, padding included."""
         return sum(flat.layout.padded for flat in self.flats)
 
+    def read_ahead(self) -> None:
+        """Begin to read the own shard from disk; of flats that share a buffer, the first."""
+        for flat in self.flats if self.state is UnitState.SHARDED else ():
+            if flat.file is not None:
+                flat.file.read_ahead()
+
+    def end_read_ahead(self) -> None:
+        """Leave the buffers to others; what was read for nothing is dropped."""
+        for flat in self.flats:
+            if flat.file is not None:
+                flat.file.ahead.end()
+
     def start_unshard(self) -> None:
         """Begin the all-gather; a unit that is not sharded stays as it is."""
         if self.state is not UnitState.SHARDED:

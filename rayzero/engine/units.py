@@ -97,6 +97,7 @@ class UnitHooks:
         """Drop what was gathered ahead and not used."""
         self._packing.close()
         for unit in self._units:
+            unit.end_read_ahead()
             if unit.state is UnitState.GATHERING:
                 unit.reshard()
 
@@ -111,6 +112,7 @@ class UnitHooks:
             unit.open_uses = unit.running = 0
             unit.expected_ends, unit.ended_uses = unit.ended_uses or unit.expected_ends, 0
             unit.backward_users.clear()
+            unit.end_read_ahead()
             unit.reshard()
 
     def close(self) -> None:

@@ -82,6 +82,7 @@ class Zero3:
     def gathered(self, flats: Sequence[Flat]) -> None:
         """Unshard the units of these flats."""
         for unit in self._units_of(flats):
+            unit.end_read_ahead()
             unit.unshard()
             unit.num_holders += 1
 

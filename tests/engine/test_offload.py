@@ -12,6 +12,7 @@ from torch import nn
 
 from rayzero.dist.process import return_freed_pages
 from rayzero.engine import OffloadOptions, PrecisionOptions, ZeroEngine, ZeroOptions
+from rayzero.engine.shelf import Shelf
 from rayzero.engine.state.export import read_export
 from rayzero.errors import ConfigError
 from rayzero.records import Kind, Where
@@ -19,6 +20,7 @@ from tests.engine.harness import error_of
 from tests.engine.reference import (
     ADAMW,
     Case,
+    Net,
     bit_equal,
     make_net,
     net_batch,
@@ -101,6 +103,48 @@ def test_what_is_updated_where_it_lives_needs_no_master(ranks: Pools, tmp_path: 
         _, _, holdings = ranks(2)(_train, ZeroOptions(stage=3), offload, "fp32")[0]
         assert holdings.bytes_of(Kind.MASTER) == 0
         assert holdings.bytes_of(Kind.PARAMETERS, where=Where(place)) > 0
+
+
+class NotedShelf(Shelf):
+    """A shelf that tells when a read is asked for."""
+
+    events: list[str]
+
+    def read(self, name: str, into: torch.Tensor) -> Any:
+        self.events.append(f"read {name.partition('.')[0]}")
+        return super().read(name, into)
+
+
+def _events_of_a_forward(ctx: RankContext, folder: str, overlap: bool) -> list[str]:
+    """Tell when blocks are read and when they run, by number, in a later forward than the first."""
+    net, events = Net(blocks=5), []
+    for place, block in enumerate(net.blocks):
+        block.register_forward_pre_hook(lambda *_, n=place: events.append(f"run {n}"))
+    with ZeroEngine(
+        net,
+        optimizer=ADAMW,
+        zero=ZeroOptions(stage=3, overlap=overlap, units=[f"blocks.{i}" for i in range(5)]),
+        offload=OffloadOptions(params="disk", folder=folder),
+        mesh=ctx.mesh(),
+    ) as engine:
+        reads = {f"read {f.index}": f"read {f.unit[7:] or 'root'}" for f in engine.layouts}
+        shelf: Any = engine._parts.shelf
+        shelf.__class__, shelf.events = NotedShelf, events
+        for step in range(2):
+            events.clear()
+            loss = engine(*net_batch(step, ctx.rank))
+            found = [reads.get(event, event) for event in events]
+            engine.backward(loss)
+            engine.step()
+    return [event for event in found if event != "read root"]
+
+
+def test_a_unit_on_disk_is_read_while_those_before_it_run(ranks: Pools, tmp_path: Path) -> None:
+    for overlap in (True, False):
+        for events in ranks(2)(_events_of_a_forward, str(tmp_path), overlap):
+            assert sorted(events) == sorted(f"{x} {i}" for x in ("read", "run") for i in range(5))
+            ahead = [events.index(f"read {i + 2}") < events.index(f"run {i}") for i in range(3)]
+            assert ahead == [overlap] * 3
 
 
 ON_DISK = ZeroOptions(stage=3, units=["blocks.1", "head"])
