@@ -8,6 +8,7 @@ fits nowhere still has a definite value at every element.
 is built on integers and a table, so ranks on unlike machines agree.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Mapping
@@ -75,9 +76,7 @@ class Initializer:
     """The initial value of every element of every parameter of our transformer."""
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
-        with torch.device("meta"):
-            parameters = dict(Transformer(config).named_parameters())
-        self._shapes: Mapping[str, torch.Size] = {n: p.shape for n, p in parameters.items()}
+        self._config = config
         self._rules = rules_of(config)
         self._seed = seed
 
@@ -89,6 +88,13 @@ class Initializer:
         """Return elements [start, stop) of the full flattened parameter, in fp32 on the CPU."""
         rule = next(rule for pattern, rule in self._rules if fnmatchcase(name, pattern))
         return draw(name, self._shapes[name].numel(), start, stop, seed=self._seed, rule=rule)
+
+    @functools.cached_property
+    def _shapes(self) -> Mapping[str, torch.Size]:
+        """Of a model of its own: a dry run, which draws nothing, saves building it."""
+        with torch.device("meta"):
+            parameters = dict(Transformer(self._config).named_parameters())
+        return {name: parameter.shape for name, parameter in parameters.items()}
 
 
 def materialize(
