@@ -2,11 +2,13 @@
 
 import csv
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from rayzero import app
 from rayzero.records import RankReport, Transfer
 from rayzero.studies.claims.all_claims import ALL
 from rayzero.studies.claims.claim import Decision, decided
@@ -26,6 +28,7 @@ from rayzero.studies.claims.verdict import (
     exactly,
 )
 from rayzero.studies.facts import read_facts
+from rayzero.tracking.store import open_store
 from tests.ranks import Pools
 from tests.studies.lab import filled_lab
 
@@ -168,6 +171,52 @@ def test_the_summary_counts_what_is_not_as_expected() -> None:
     assert lines[0] == "7 claims: 5 undecided, 2 convention"
     assert lines[1] == "5 not as expected"
     assert len(lines) == 7
+
+
+@pytest.mark.slow
+def test_the_verb_runs_what_chosen_claims_read_and_writes_and_logs_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = app.main(["claims", "claims.only=[47,6,31]", f"run.output={tmp_path}"])
+    said = capsys.readouterr().out
+    assert code == app.EXIT_OK, said
+    trials = re.findall(r"^\d+/\d+ (2 ranks, stage 3, .*): ok, ", said, re.MULTILINE)
+    assert len(trials) == said.count(" ranks, stage ") == 2, said
+    assert "dry run" not in said
+    folder = tmp_path / "claims" / "only_6_31_47"
+    with (folder / "claims.csv").open() as stream:
+        table = list(csv.DictReader(stream))
+    assert list(table[0]) == ["number", "claim", "verdict", "figure", "expected", "experiment"]
+    verdicts = {row["number"]: row["verdict"] for row in table}
+    assert verdicts == {"6": "convention", "31": "wrong", "47": "wrong / holds"}
+    facts = {fact["number"]: fact for fact in read_facts("claims")}
+    page = (folder / "claims.md").read_text()
+    for row in table:
+        fact = facts[row["number"]]
+        assert (row["expected"], row["experiment"]) == (fact["expected"], fact["experiments"])
+        cells = (row["number"], row["claim"], row["verdict"], row["expected"], row["experiment"])
+        assert f"| {' | '.join(cells)} | {row['figure'].replace('|', '/')} |" in page
+    assert "3 claims: " in said
+
+    client = open_store(None, tmp_path).client
+    experiment = client.get_experiment_by_name("zero_claims")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["claims.only"] == "[47, 6, 31]"
+    files = {file.path for file in client.list_artifacts(run.info.run_id)}
+    assert {"claims.csv", "claims.md", "claims.png"} <= files
+
+
+def test_numbers_of_no_claim_are_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    code = app.main(["claims", "claims.only=[99,4,64]", f"run.output={output}"])
+    assert code == app.EXIT_BAD_INPUT
+    said = capsys.readouterr().err
+    assert "claims.only names 64, 99" in said
+    assert "allowed: 1 to 63" in said
+    assert not output.exists()
 
 
 @pytest.mark.parametrize(

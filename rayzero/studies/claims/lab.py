@@ -2,9 +2,10 @@
 
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -55,15 +56,20 @@ class Lab:
 
     def run(self, trials: Sequence[Trial], base: CellConfig, say: Say) -> None:
         """Run all trials; one that fails is noted with its reason, the others go on."""
-        runner = CellRunner()
-        try:
-            for number, trial in enumerate(trials, 1):
-                started_s = time.monotonic()
-                outcome = self._run_one(runner, trial, base)
-                seconds = time.monotonic() - started_s
-                say(f"{number}/{len(trials)} {trial}: {outcome}, {seconds:.1f} s")
-        finally:
-            runner.close()
+        with _runner() as runner:
+            self._run_all(runner, trials, base, say)
+
+    def run_what_is_read(self, read: Callable[[], object], base: CellConfig, say: Say) -> None:
+        """Run what `read` asks this lab for, until it lacks nothing.
+
+        A reading that is missing ends what a claim reads: each round shows what it wants next.
+        """
+        with _runner() as runner:
+            while missing := self._missing_after(read):
+                if AT_13B in missing:
+                    self.play(base, say)
+                trials = [key for key in missing if isinstance(key, Trial)]
+                self._run_all(runner, sorted(trials, key=_in_order), base, say)
 
     def play(self, base: CellConfig, say: Say) -> None:
         """Play the dry run that a claim needs, in a process of its own."""
@@ -75,6 +81,20 @@ class Lab:
             except (RayzeroError, BrokenProcessPool) as error:
                 self.failures[AT_13B] = str(error)
         say(f"dry run of 13B on 8 ranks, stage 3: {time.monotonic() - started_s:.1f} s")
+
+    def _missing_after(self, read: Callable[[], object]) -> list[Trial | Asked]:
+        read()
+        known = {*self.measured, *self.observed, *self.dry, *self.failures}
+        return [key for key in self.read if key not in known]
+
+    def _run_all(
+        self, runner: CellRunner, trials: Sequence[Trial], base: CellConfig, say: Say
+    ) -> None:
+        for number, trial in enumerate(trials, 1):
+            started_s = time.monotonic()
+            outcome = self._run_one(runner, trial, base)
+            seconds = time.monotonic() - started_s
+            say(f"{number}/{len(trials)} {trial}: {outcome}, {seconds:.1f} s")
 
     def _run_one(self, runner: CellRunner, trial: Trial, base: CellConfig) -> str:
         """Run a trial and keep what it gave; return how it went."""
@@ -101,3 +121,17 @@ class Lab:
         if reason is None:
             raise NoResultError(NOT_RUN, Verdict.UNDECIDED)
         raise NoResultError(f"{key}: {reason}", Verdict.FAILED)
+
+
+def _in_order(trial: Trial) -> tuple[int, str]:
+    """Those of as many ranks together."""
+    return trial.world, str(trial)
+
+
+@contextmanager
+def _runner() -> Iterator[CellRunner]:
+    runner = CellRunner()
+    try:
+        yield runner
+    finally:
+        runner.close()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rayzero.config.build import to_plain
 from rayzero.config.cell import CellConfig
+from rayzero.errors import ConfigError
 from rayzero.report.claims_page import (
     ClaimRow,
     counted,
@@ -16,7 +17,7 @@ from rayzero.report.style import Caption
 from rayzero.report.terminal import default_console
 from rayzero.studies.claims.all_claims import ALL
 from rayzero.studies.claims.claim import Claim, decided
-from rayzero.studies.claims.lab import Lab
+from rayzero.studies.claims.lab import Lab, Say
 from rayzero.studies.claims.trial import plan
 from rayzero.studies.claims.verdict import Verdict
 from rayzero.tracking.mlflow_tracker import open_tracker
@@ -37,7 +38,8 @@ HEAD = (
 def main(config: CellConfig) -> int:
     """Return 0 where every experiment gave its figures, else 1."""
     console = default_console()
-    folder = Path(config.run.output) / "claims"
+    claims = chosen(config.claims.only)
+    folder = Path(config.run.output) / "claims" / name_of_choice(config.claims.only)
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -49,9 +51,8 @@ def main(config: CellConfig) -> int:
         tracker.open_sweep(about.name, about.question, plain, {"kind": "claims"})
         lab = Lab()
         if config.claims.measure:
-            lab.play(config, say)
-            lab.run(plan(), config, say)
-        rows = rows_of(ALL, lab)
+            measure(lab, claims, config, say)
+        rows = rows_of(claims, lab)
         write_all(rows, folder)
         failed = [row for row in rows if row.verdict == Verdict.FAILED.value]
         tracker.close_sweep(End.FAILED if failed else End.FINISHED, folder)
@@ -59,6 +60,32 @@ def main(config: CellConfig) -> int:
     for line in (*summary(rows), *problems, str(folder / "claims.md")):
         say(line)
     return 1 if failed else 0
+
+
+def chosen(only: Sequence[int]) -> Sequence[Claim]:
+    """Return the claims of these numbers in order, all where there are none."""
+    known = [claim.number for claim in ALL]
+    unknown = sorted({*only} - {*known})
+    if unknown:
+        raise ConfigError(
+            f"claims.only names {', '.join(map(str, unknown))}, which is no claim; allowed: "
+            f"{min(known)} to {max(known)}, such as claims.only=[4,6]; [] decides all"
+        )
+    return [claim for claim in ALL if claim.number in only] if only else ALL
+
+
+def name_of_choice(only: Sequence[int]) -> str:
+    """Name the folder of some claims, so that they do not replace all; all need none."""
+    return "_".join(["only", *map(str, sorted({*only}))]) if only else ""
+
+
+def measure(lab: Lab, claims: Sequence[Claim], config: CellConfig, say: Say) -> None:
+    """Run the experiments of the claims; those of all are known beforehand, so ranks start once."""
+    if len(claims) < len(ALL):
+        lab.run_what_is_read(lambda: decided(claims, lab), config, say)
+        return
+    lab.play(config, say)
+    lab.run(plan(), config, say)
 
 
 def rows_of(claims: Sequence[Claim], lab: Lab) -> list[ClaimRow]:
