@@ -14,12 +14,11 @@ import torch
 from rayzero.config.cell import CellConfig
 from rayzero.config.data import DataConfig, DataKind
 from rayzero.dist.fake import NEEDS_VALUES, fake_world, with_values, without_values
-from rayzero.dist.storage_trace import StorageTrace
 from rayzero.engine import ZeroEngine
 from rayzero.engine.partition import find_units
 from rayzero.errors import ConfigError
 from rayzero.layout.spec import ParamSpec, Span
-from rayzero.records import DryRunReport, Holdings, MemoryPoint, Phase, Transfer
+from rayzero.records import DryRunReport, Holdings, MemoryPoint, Transfer
 from rayzero.theory.memory import holdings_of
 from rayzero.theory.traffic import step_transfers
 from rayzero.train.build import build_communicator, build_engine_on
@@ -27,7 +26,7 @@ from rayzero.train.cell import make_trainer
 from rayzero.train.data import Batch, Data, load_data
 from rayzero.train.module_watch import ModuleWatch
 from rayzero.train.theory import num_params, question_for, tp_transfers_for
-from rayzero.train.timeline import Place, timeline_of
+from rayzero.train.timeline import trace_step
 
 CPU = torch.device("cpu")
 
@@ -106,15 +105,7 @@ class Rehearsal:
         return ()
 
     def _traced_step(self) -> tuple[MemoryPoint, ...]:
-        held = self._engine.held_by_kind()
-        with StorageTrace([tensor for _, _, tensor in held], self._where) as trace:
-            self._trainer.step()
-        return timeline_of(trace, held)
-
-    def _where(self) -> Place:
-        phase = self._engine.ledger.phase
-        is_in_module = phase in (Phase.FORWARD, Phase.BACKWARD)
-        return Place(phase, self._watch.unit if is_in_module else "")
+        return trace_step(self._engine, self._watch, self._trainer.step)
 
     @contextlib.contextmanager
     def _errors_name_the_module(self) -> Iterator[None]:

@@ -1,13 +1,15 @@
 """From changes of storages to a timeline: one point for each visit of a unit, at its highest."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from rayzero.dist.storage_trace import StorageTrace
+from rayzero.engine import ZeroEngine
 from rayzero.records import Kind, MemoryPoint, Phase, Where
+from rayzero.train.module_watch import ModuleWatch
 
 ACTIVATIONS, ELSEWHERE = "", "elsewhere"
 
@@ -17,6 +19,22 @@ class Place(NamedTuple):
 
     phase: Phase
     unit: str
+
+
+def trace_step(
+    engine: ZeroEngine, watch: ModuleWatch, step: Callable[[], object]
+) -> tuple[MemoryPoint, ...]:
+    """Run one step of an engine, with values or without, and return its timeline."""
+
+    def where() -> Place:
+        phase = engine.ledger.phase
+        is_in_module = phase in (Phase.FORWARD, Phase.BACKWARD)
+        return Place(phase, watch.unit if is_in_module else "")
+
+    held = engine.held_by_kind()
+    with StorageTrace([tensor for _, _, tensor in held], where) as trace:
+        step()
+    return timeline_of(trace, held)
 
 
 def timeline_of(
