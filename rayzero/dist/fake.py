@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
     in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
@@ -34,6 +35,9 @@ NEEDS_VALUES = (
     UnsupportedFakeTensorException,
 )
 """What a computation raises that asks a tensor without values for one."""
+_NO_KERNEL = "no fake impl registered"
+_NO_MEMORY = ("data pointer", ".numpy() is not supported")
+"""What torch writes where a custom operator, or foreign code, meets a tensor without values."""
 
 _DEVICE = torch.ops.prim.device.default
 _ATEN = torch.ops.aten
@@ -129,3 +133,22 @@ def with_values() -> Iterator[None]:
 def is_without_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor was made inside without_values."""
     return isinstance(tensor, FakeTensor)
+
+
+def why_untraceable(error: RuntimeError) -> str | None:
+    """Say what a computation asked for that is not there without values; None: another error."""
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    if isinstance(error, UnsupportedOperatorException) or _NO_KERNEL in text:
+        operator = getattr(error, "func", text)
+        return (
+            f"it calls an operator that has no kernel for sizes alone ({operator}); register one "
+            "with torch.library.register_fake"
+        )
+    if any(sign in text for sign in _NO_MEMORY):
+        return f"it reads a tensor's memory ({text}); keep to torch's operators in forward"
+    if isinstance(error, NEEDS_VALUES):
+        return (
+            f"it asks a tensor for its value ({text}); keep .item(), .tolist() and tensors in "
+            "if-conditions out of forward"
+        )
+    return None

@@ -13,7 +13,7 @@ import torch
 
 from rayzero.config.cell import CellConfig
 from rayzero.config.data import DataConfig, DataKind
-from rayzero.dist.fake import NEEDS_VALUES, fake_world, with_values, without_values
+from rayzero.dist.fake import fake_world, why_untraceable, with_values, without_values
 from rayzero.engine import ZeroEngine
 from rayzero.engine.partition import find_units
 from rayzero.errors import ConfigError
@@ -111,13 +111,14 @@ class Rehearsal:
     def _errors_name_the_module(self) -> Iterator[None]:
         try:
             yield
-        except NEEDS_VALUES as error:
+        except RuntimeError as error:
+            reason = why_untraceable(error)
+            if reason is None:
+                raise
             running = self._watch.running
             module = f"module {running[-1] or '(the model itself)'!r}" if running else "the step"
             raise ConfigError(
-                f"the dry run cannot go through {module}: it asks a tensor for its value "
-                f"({_first_line(error)}). A dry run has sizes only; keep .item(), .tolist() and "
-                "tensors in if-conditions out of forward, or measure with the verb run"
+                f"the dry run cannot go through {module}: {reason}, or measure with the verb run"
             ) from error
 
 
@@ -152,7 +153,3 @@ def _no_values(spec: ParamSpec, span: Span) -> torch.Tensor:
 
 def _alike(real: torch.Tensor) -> torch.Tensor:
     return torch.zeros(real.shape, dtype=real.dtype)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -266,9 +266,19 @@ def test_a_users_model_of_any_size_is_run_without_memory() -> None:
         assert report.num_params > 900_000_000
 
 
-def test_a_model_that_asks_for_values_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"module 'hidden\.1'"):
-        played(user_config("Peeking", width=8), world=2, rank=0, trace=True)
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("Peeking", r"asks a tensor for its value .*_local_scalar_dense.*; keep \.item\(\)"),
+        ("Foreign", r"no kernel for sizes alone \(rayzero_tests\.twice.*register_fake"),
+        ("Outside", r"reads a tensor's memory \(.*numpy"),
+    ],
+)
+def test_a_model_that_cannot_be_traced_is_refused_by_its_modules_name(
+    model: str, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"through module 'hidden\.1': it .*{reason}"):
+        played(user_config(model, width=8), world=2, rank=0, trace=True)
 
 
 def user_config(name: str, *, width: int) -> CellConfig:
