@@ -67,7 +67,6 @@ class Flat:
         ]
         self._views = self.views_of(self.whole)
         self._placeholder = torch.full((), float("nan"), dtype=dtype, device=device)
-        self._placeholders = [self._placeholder.expand(member.shape) for member in self.members]
         self.make_whole()
         self._versions = self._read_versions()
         if sharded:
@@ -111,10 +110,10 @@ class Flat:
 
     def free(self) -> None:
         """Take the bytes of `whole` away; its parameters refuse to be used until make_whole."""
-        for member, placeholder in zip(self.members, self._placeholders, strict=True):
+        for member in self.members:
             # What was gathered ahead and not used has parameters that are sharded yet.
             if type(member.parameter) is not member.sharded_class:
-                member.parameter.data = placeholder
+                member.parameter.data = self._placeholder.expand(member.shape)
                 member.parameter.__class__ = member.sharded_class
         self.whole.untyped_storage().resize_(0)
 
