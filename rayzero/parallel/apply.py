@@ -11,7 +11,14 @@ from rayzero.errors import ConfigError
 from rayzero.layout.spec import TpShard
 from rayzero.parallel.cutter import Cutter
 from rayzero.parallel.entry import SharedEntry, unit_of_entry
-from rayzero.parallel.layers import RowLinear, Share, SharedWeights, VocabEmbedding, WholeHeads
+from rayzero.parallel.layers import (
+    ColumnLinear,
+    RowLinear,
+    Share,
+    SharedWeights,
+    VocabEmbedding,
+    WholeHeads,
+)
 from rayzero.parallel.loss import IGNORED, VocabCrossEntropy
 from rayzero.parallel.masks import OwnMasks
 from rayzero.parallel.plan import Heads, Plan, heads_of, styled
@@ -28,18 +35,20 @@ def apply(
     *,
     heads: Heads | None = None,
     sequence: bool = False,
+    overlap: bool = True,
 ) -> dict[str, TpShard]:
     """Cut the module in place and return which parameters are blocks of which; {} for tp = 1.
 
     heads: which linears' outputs are heads; fewer heads than ranks stay whole on each rank.
-    sequence: outside the split parts each rank has its own tokens. A parameter that two modules
-    share is cut once and stays shared. Raise ConfigError where a size does not divide, or a style
+    sequence: outside the split parts each rank has its own tokens. overlap: backward computes while
+    it communicates; same bits either way. A parameter that two modules share is cut once and stays
+    shared. Raise ConfigError where a size does not divide, or a style
     does not fit the module it names.
     """
     if comm.size(AXIS) == 1:
         return {}
     stream = SequenceStream(comm) if sequence else WholeStream(comm)
-    surgeon = Surgeon(module, Cutter(comm), stream, heads or {})
+    surgeon = Surgeon(module, Cutter(comm), stream, heads or {}, overlap=overlap)
     for name, style in list(styled(module, plan)):
         surgeon.give(name, style)
     surgeon.cutter.check_shared(module)
@@ -53,9 +62,18 @@ def apply(
 class Surgeon:
     """Cuts modules' parameters, hooks modules, or puts parallel ones in their place."""
 
-    def __init__(self, module: nn.Module, cutter: Cutter, stream: Stream, heads: Heads) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        cutter: Cutter,
+        stream: Stream,
+        heads: Heads,
+        *,
+        overlap: bool,
+    ) -> None:
         self._module = module
         self._stream = stream
+        self._overlap = overlap
         self._heads = heads
         self._masks = OwnMasks(stream.comm)
         self._entries: dict[str, SharedEntry] = {}
@@ -89,9 +107,7 @@ class Surgeon:
         if num_heads is None or num_heads % ranks == 0:
             self._cut_outputs(linear, name)
         elif ranks % num_heads == 0:
-            layer = WholeHeads(linear, num_heads, comm, name)
-            self._replace(name, layer)
-            self._entry(name).add(layer)
+            self._replace(name, WholeHeads(linear, num_heads, self._entry(name), comm, name))
         else:
             raise ConfigError(
                 f"parallel.tp={ranks} neither divides the {num_heads} heads of {name} nor is a "
@@ -100,14 +116,15 @@ class Surgeon:
 
     def _entry(self, name: str) -> SharedEntry:
         unit = unit_of_entry(name)
-        return self._entries.setdefault(unit, SharedEntry(self._stream, unit))
+        entry = SharedEntry(self._stream, unit, overlap=self._overlap)
+        return self._entries.setdefault(unit, entry)
 
     def _cut_outputs(self, linear: nn.Linear, name: str, *, pads: bool = False) -> None:
-        linear.weight = self.cutter.cut(linear, "weight", dim=0, name=name, pads=pads)
-        linear.out_features = linear.weight.shape[0]
-        if linear.bias is not None:
-            linear.bias = self.cutter.cut(linear, "bias", dim=0, name=name, pads=pads)
-        self._entry(name).add(linear)
+        weight = self.cutter.cut(linear, "weight", dim=0, name=name, pads=pads)
+        bias = linear.bias
+        if bias is not None:
+            bias = self.cutter.cut(linear, "bias", dim=0, name=name, pads=pads)
+        self._replace(name, ColumnLinear(weight, bias, self._entry(name)))
 
     def _cut_vocabulary(self, target: nn.Module, name: str) -> None:
         if isinstance(target, nn.Linear):

@@ -6,7 +6,13 @@ from torch import nn
 
 from rayzero.layout.crossing import Crossing
 from rayzero.parallel.entry import unit_of_entry
-from rayzero.parallel.layers import RowLinear, SharedWeights, VocabEmbedding, WholeHeads
+from rayzero.parallel.layers import (
+    ColumnLinear,
+    RowLinear,
+    SharedWeights,
+    VocabEmbedding,
+    WholeHeads,
+)
 from rayzero.parallel.loss import VocabCrossEntropy
 from rayzero.parallel.plan import Plan, styled
 
@@ -17,7 +23,7 @@ def crossings_of(module: nn.Module, plan: Plan) -> tuple[Crossing, ...]:
     others: list[Crossing] = []
     for name, _ in styled(module, plan):
         target = module.get_submodule(name)
-        if isinstance(target, nn.Linear | WholeHeads):
+        if isinstance(target, ColumnLinear | WholeHeads):
             unit = unit_of_entry(name)
             width = target.weight.shape[1]
             entries[unit] = Crossing(unit=unit, elements=width, in_backward=True)

@@ -4,6 +4,7 @@ B batch, T tokens, I and O a linear's inputs and outputs, D hidden, V vocabulary
 """
 
 import copy
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -11,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rayzero.dist.comm import Communicator
-from rayzero.parallel.region import AXIS, enter_together
+from rayzero.parallel.entry import SharedEntry
+from rayzero.parallel.region import AXIS, begin_sum
 from rayzero.parallel.stream import Stream
 
 
@@ -20,6 +22,35 @@ class Share(Protocol):
 
     def __call__(self, parameters: tuple[Tensor, ...], *, unit: str) -> tuple[Tensor, ...]:
         """Name the transfer by its unit."""
+
+
+class ColumnLinear(nn.Module):
+    """A linear whose outputs are split; each rank has all of its inputs.
+
+    x_BTI = | x |    weight_OI = | w0 |    y_BTO = | x w0' + b0 | x w1' + b1 |
+                                 | w1 |
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, entry: SharedEntry) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", bias)
+        self.out_features, self.in_features = weight.shape
+        self._entry = entry
+        entry.add(self)
+
+    def forward(self, x_BTI: Tensor) -> Tensor:
+        """Return this rank's outputs."""
+        return self._entry.read(x_BTI, self)
+
+    def rows(self, parameter: Tensor) -> Tensor:
+        """Return the weight's or bias' rows that this rank computes with: all that it has."""
+        return parameter
+
+    def gradients(self, of_rows: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the gradients of the parameters whose rows have these."""
+        return of_rows
 
 
 class RowLinear(nn.Module):
@@ -53,22 +84,37 @@ class WholeHeads(nn.Module):
     4 ranks, 2 key heads:     rank 0: head 0    rank 1: head 0    rank 2: head 1    rank 3: head 1
     """
 
-    def __init__(self, linear: nn.Linear, num_heads: int, comm: Communicator, unit: str) -> None:
+    def __init__(
+        self, linear: nn.Linear, num_heads: int, entry: SharedEntry, comm: Communicator, unit: str
+    ) -> None:
         super().__init__()
         self.weight = linear.weight
         self.bias: nn.Parameter | None
         self.register_parameter("bias", linear.bias)
-        self._num_heads = num_heads
+        self._size = self.weight.shape[0] // num_heads
+        self._head = comm.rank(AXIS) * num_heads // comm.size(AXIS)
         self._comm = comm
         self._unit = unit
+        self._entry = entry
+        entry.add(self)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return this rank's head. The weights' gradients are summed: each rank gives its part."""
-        weights = (self.weight,) if self.bias is None else (self.weight, self.bias)
-        size = self.weight.shape[0] // self._num_heads
-        head = self._comm.rank(AXIS) * self._num_heads // self._comm.size(AXIS)
-        entered = enter_together(weights, self._comm, self._unit)
-        return F.linear(x_BTD, *(w.narrow(0, head * size, size) for w in entered))
+        """Return this rank's head."""
+        return self._entry.read(x_BTD, self)
+
+    def rows(self, parameter: Tensor) -> Tensor:
+        """Return the weight's or bias' rows that this rank computes with: its head's."""
+        return parameter.narrow(0, self._head * self._size, self._size)
+
+    def gradients(self, of_rows: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the gradients of the parameters whose rows have these: each rank gives a part."""
+        wholes = [grad.new_zeros(self.weight.shape[0], *grad.shape[1:]) for grad in of_rows]
+        for whole, grad in zip(wholes, of_rows, strict=True):
+            self.rows(whole).copy_(grad)
+        flat = torch.cat([whole.flatten() for whole in wholes])
+        summed = begin_sum(flat, self._comm, self._unit).wait()
+        parts = torch.split(summed, [whole.numel() for whole in wholes])
+        return [part.view_as(whole) for part, whole in zip(parts, wholes, strict=True)]
 
 
 class VocabEmbedding(nn.Module):

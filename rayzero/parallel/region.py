@@ -1,21 +1,23 @@
 """Where activations enter and leave a part of the model that is split over the tp ranks.
 
-    whole x --enter--> split layers --leave--> whole y         forward         backward
-                                                    enter:     nothing         all-reduce
+    whole x --entry--> split layers --leave--> whole y         forward         backward
+                                                    entry:     nothing         all-reduce
                                                     leave:     all-reduce      nothing
 
-(f and g of Shoeybi et al., arXiv:1909.08053, section 3.) One enter and one leave around attention
+(f and g of Shoeybi et al., arXiv:1909.08053, section 3.) One entry and one leave around attention
 and one pair around the feed-forward part make the four all-reduces of a layer. With sequence
 parallelism each rank has its own tokens outside the split parts:
 
-    tokens x --gather--> split layers --scatter--> tokens y    forward         backward
-                                                    gather:    all-gather      reduce-scatter
+    tokens x --entry--> split layers --scatter--> tokens y     forward         backward
+                                                    entry:     all-gather      reduce-scatter
                                                     scatter:   reduce-scatter  all-gather
 
-(g and g-bar of Korthikanti et al., arXiv:2205.05198, section 4.2.2.) The same bytes.
+(g and g-bar of Korthikanti et al., arXiv:2205.05198, section 4.2.2.) The same bytes, but that the
+entry gathers once more in backward. Its transfers are begun here and waited for in entry.py.
 B batch (any dims before the tokens), T tokens, D hidden; t tp ranks.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,10 +29,57 @@ from rayzero.errors import ConfigError
 AXIS = "tp"
 
 
-def enter(x: Tensor, comm: Communicator, unit: str) -> Tensor:
-    """Pass x on; sum its gradient over the tp ranks, each of which used it for its own part."""
-    entered: Tensor = _Enter.apply(x, comm, unit)  # type: ignore[no-untyped-call]
-    return entered
+class Coming:
+    """A tensor whose transfer has begun."""
+
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
+        self._finish: Callable[[], Tensor] | None = finish
+        self._tensor: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """Return the tensor when it is here."""
+        if self._finish is not None:
+            self._tensor, self._finish = self._finish(), None
+        assert self._tensor is not None
+        return self._tensor
+
+
+def begin_sum(partial: Tensor, comm: Communicator, unit: str) -> Coming:
+    """Sum the tp ranks' partial results, in place."""
+    handle = comm.start_all_reduce(partial, axis=AXIS, unit=unit)
+
+    def finish() -> Tensor:
+        handle.wait()
+        return partial
+
+    return Coming(finish)
+
+
+def begin_gather(own_BTD: Tensor, comm: Communicator, unit: str) -> Coming:
+    """Put the tokens of rank 0, those of rank 1, and so on, together along the dim before last."""
+    ranks = comm.size(AXIS)
+    parts_tBTD = own_BTD.new_empty(ranks, *own_BTD.shape)
+    parts_tBTD[comm.rank(AXIS)].copy_(own_BTD)
+    handle = comm.all_gather(parts_tBTD.view(-1), axis=AXIS, unit=unit)
+
+    def finish() -> Tensor:
+        handle.wait()
+        *batch, tokens, hidden = own_BTD.shape
+        return parts_tBTD.movedim(0, -3).reshape(*batch, ranks * tokens, hidden)
+
+    return Coming(finish)
+
+
+def begin_scatter(partial_BTD: Tensor, comm: Communicator, unit: str) -> Coming:
+    """Sum the tp ranks' partial results, of which each rank gets its tokens."""
+    parts_tBTD = _by_rank(partial_BTD, comm, unit).clone(memory_format=torch.contiguous_format)
+    handle = comm.reduce_scatter(parts_tBTD.view(-1), axis=AXIS, unit=unit)
+
+    def finish() -> Tensor:
+        handle.wait()
+        return parts_tBTD[comm.rank(AXIS)].clone()
+
+    return Coming(finish)
 
 
 def leave(partial: Tensor, comm: Communicator, unit: str) -> Tensor:
@@ -49,12 +98,6 @@ def enter_together(
     return entered
 
 
-def gather(own_BTD: Tensor, comm: Communicator, unit: str) -> Tensor:
-    """Put all ranks' tokens together; the gradient is summed and each rank gets its tokens' own."""
-    whole: Tensor = _Gather.apply(own_BTD, comm, unit)  # type: ignore[no-untyped-call]
-    return whole
-
-
 def scatter(partial_BTD: Tensor, comm: Communicator, unit: str) -> Tensor:
     """Sum the tp ranks' partial results, of which each rank keeps its tokens."""
     own: Tensor = _Scatter.apply(partial_BTD, comm, unit)  # type: ignore[no-untyped-call]
@@ -65,19 +108,6 @@ def split(whole_BTD: Tensor, comm: Communicator, unit: str) -> Tensor:
     """Keep this rank's tokens of what all ranks hold; their gradients are gathered."""
     own: Tensor = _Split.apply(whole_BTD, comm, unit)  # type: ignore[no-untyped-call]
     return own
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, unit: str) -> Tensor:
-        ctx.comm, ctx.unit = comm, unit
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # A copy: autograd may have handed the same tensor to other users of x.
-        grad = grads[0].clone(memory_format=torch.contiguous_format)
-        return ctx.comm.all_reduce(grad, axis=AXIS, unit=ctx.unit), None, None
 
 
 class _Leave(torch.autograd.Function):
@@ -105,26 +135,15 @@ class _EnterTogether(torch.autograd.Function):
         return (None, None, *(p.view(g.shape) for p, g in zip(parts, grads, strict=True)))
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own_BTD: Tensor, comm: Communicator, unit: str) -> Tensor:
-        ctx.comm, ctx.unit = comm, unit
-        return _gathered(own_BTD, comm, unit)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _scattered(grads[0], ctx.comm, ctx.unit), None, None
-
-
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial_BTD: Tensor, comm: Communicator, unit: str) -> Tensor:
         ctx.comm, ctx.unit = comm, unit
-        return _scattered(partial_BTD, comm, unit)
+        return begin_scatter(partial_BTD, comm, unit).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _gathered(grads[0], ctx.comm, ctx.unit), None, None
+        return begin_gather(grads[0], ctx.comm, ctx.unit).wait(), None, None
 
 
 class _Split(torch.autograd.Function):
@@ -135,24 +154,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _gathered(grads[0], ctx.comm, ctx.unit), None, None
-
-
-def _gathered(own_BTD: Tensor, comm: Communicator, unit: str) -> Tensor:
-    """Return the tokens of rank 0, those of rank 1, and so on, along the dim before the last."""
-    ranks = comm.size(AXIS)
-    parts_tBTD = own_BTD.new_empty(ranks, *own_BTD.shape)
-    parts_tBTD[comm.rank(AXIS)].copy_(own_BTD)
-    comm.all_gather(parts_tBTD.view(-1), axis=AXIS, unit=unit).wait()
-    *batch, tokens, hidden = own_BTD.shape
-    return parts_tBTD.movedim(0, -3).reshape(*batch, ranks * tokens, hidden)
-
-
-def _scattered(whole_BTD: Tensor, comm: Communicator, unit: str) -> Tensor:
-    """Return the sum of this rank's tokens over the ranks."""
-    parts_tBTD = _by_rank(whole_BTD, comm, unit).clone(memory_format=torch.contiguous_format)
-    comm.reduce_scatter(parts_tBTD.view(-1), axis=AXIS, unit=unit).wait()
-    return parts_tBTD[comm.rank(AXIS)].clone()
+        return begin_gather(grads[0], ctx.comm, ctx.unit).wait(), None, None
 
 
 def _by_rank(whole_BTD: Tensor, comm: Communicator, unit: str) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from rayzero.dist.comm import Communicator
 from rayzero.parallel import region
+from rayzero.parallel.region import Coming
 
 
 class Stream(Protocol):
@@ -15,8 +16,11 @@ class Stream(Protocol):
     def comm(self) -> Communicator:
         """The door to the other ranks."""
 
-    def enter(self, x: Tensor, unit: str) -> Tensor:
+    def begin_whole(self, x: Tensor, unit: str) -> Coming:
         """Make whole what a split part reads."""
+
+    def begin_sum(self, grad: Tensor, unit: str) -> Coming:
+        """Sum the gradient of what was made whole, which may be overwritten: that of x."""
 
     def leave(self, partial: Tensor, unit: str) -> Tensor:
         """Sum what the ranks computed of a split part's result."""
@@ -34,9 +38,13 @@ class WholeStream:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
 
-    def enter(self, x: Tensor, unit: str) -> Tensor:
-        """Sum the gradient."""
-        return region.enter(x, self.comm, unit)
+    def begin_whole(self, x: Tensor, unit: str) -> Coming:
+        """Change nothing."""
+        return Coming(lambda: x)
+
+    def begin_sum(self, grad: Tensor, unit: str) -> Coming:
+        """Sum the values."""
+        return region.begin_sum(grad.contiguous(), self.comm, unit)
 
     def leave(self, partial: Tensor, unit: str) -> Tensor:
         """Sum the values."""
@@ -57,9 +65,13 @@ class SequenceStream:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
 
-    def enter(self, x: Tensor, unit: str) -> Tensor:
+    def begin_whole(self, x: Tensor, unit: str) -> Coming:
         """Gather the tokens."""
-        return region.gather(x, self.comm, unit)
+        return region.begin_gather(x, self.comm, unit)
+
+    def begin_sum(self, grad: Tensor, unit: str) -> Coming:
+        """Sum, and keep the own tokens'."""
+        return region.begin_scatter(grad, self.comm, unit)
 
     def leave(self, partial: Tensor, unit: str) -> Tensor:
         """Sum, and keep the own tokens."""

@@ -4,8 +4,8 @@ For each micro-batch, two in forward (after attention and after the feed-forward
 backward (at their inputs), each of b s h elements (Shoeybi et al., arXiv:1909.08053, section 3);
 plus the embedding's, the output layer's and the loss', and what recomputation repeats. With
 sequence parallelism each all-reduce is an all-gather and a reduce-scatter, one in forward and one
-in backward (Korthikanti et al., arXiv:2205.05198, section 4.2.2), and parameters that all ranks
-hold whole sum their gradients.
+in backward, and what the first linears of a part read is gathered again in backward (Korthikanti et
+al., arXiv:2205.05198, section 4.2.2); parameters that all ranks hold whole sum their gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -84,7 +84,7 @@ class MicroStep:
 
     def _sequence_stream(self, num_layers: int) -> Iterator[Transfer]:
         """All-gathers and reduce-scatters of activations of which every rank has its tokens."""
-        forward, backward = Phase.FORWARD, Phase.BACKWARD
+        backward = Phase.BACKWARD
         enter, leave = ("all_gather", "reduce_scatter"), ("reduce_scatter", "all_gather")
         yield from self._both(leave, "tokens")
         if self._is_gpt2:
@@ -94,6 +94,7 @@ class MicroStep:
             for part, last in (("attention", "o"), ("feed_forward", "down")):
                 yield from self._norm(f"{block}.{part}_norm")
                 yield from self._both(enter, f"{block}.{part}")
+                yield self._stream("all_gather", f"{block}.{part}.again", backward)
                 yield from self._both(leave, f"{block}.{part}.{last}")
                 if self._is_gpt2:
                     yield self._weights(f"{block}.{part}.{last}.bias", vectors=1)
@@ -105,8 +106,8 @@ class MicroStep:
                     yield self._stream("reduce_scatter", f"{block}.feed_forward.down", backward)
             yield from self._whole_heads(f"{block}.attention")
         yield from self._norm("norm")
-        yield self._stream("all_gather", "output", forward)
-        yield self._stream("reduce_scatter", "output", backward)
+        yield from self._both(enter, "output")
+        yield self._stream("all_gather", "output.again", backward)
 
     def _loss(self) -> Iterator[Transfer]:
         """Two small all-reduces of the cross-entropy over a split vocabulary."""

@@ -90,9 +90,14 @@ def build_module(config: CellConfig, comm: Communicator) -> Model:
         return _cut_factory(config, comm)
     with torch.device("meta"):
         module = Transformer(config.model)
-    plan, sequence = transformer_plan(config.model), config.parallel.sequence
-    heads = transformer_heads(config.model)
-    table = apply(module, plan, comm, heads=heads, sequence=sequence)
+    table = apply(
+        module,
+        transformer_plan(config.model),
+        comm,
+        heads=transformer_heads(config.model),
+        sequence=config.parallel.sequence,
+        overlap=config.zero.overlap,
+    )
     initialize = partial(draw_local, Weights(config.model, config.run.seed))
     return Model(module=module, tensor_parallel=table, initialize=initialize)
 
@@ -106,7 +111,7 @@ def _cut_factory(config: CellConfig, comm: Communicator) -> Model:
     for name, parameter in module.named_parameters():
         if not parameter.is_meta:
             comm.broadcast(parameter.detach(), axis="tp", unit=name)
-    table = apply(module, plan.styles, comm, heads=plan.heads)
+    table = apply(module, plan.styles, comm, heads=plan.heads, overlap=config.zero.overlap)
     return Model(module=module, tensor_parallel=table, initialize=None)
 
 
