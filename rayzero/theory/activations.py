@@ -2,8 +2,10 @@
 
 arXiv:2205.05198: 16-bit activations, dropout masks of one byte, attention scores kept (no fused
 kernel), GELU feed-forward of 4h. s tokens, b sequences, h hidden, a heads, t tensor-parallel ranks,
-L layers, p pipeline stages, m interleaved chunks per stage. What this engine's own models keep is
-another count (SDPA keeps no scores, no dropout); the dry run measures that.
+L layers, p pipeline stages, m interleaved chunks per stage. A layer of this engine's gpt2 flavour
+keeps what stands for selective recomputation, as SDPA keeps no scores; without dropout less its two
+masks; and the statistics of two norms and of attention. What other models keep is another count;
+the dry run measures that.
 """
 
 from dataclasses import dataclass
