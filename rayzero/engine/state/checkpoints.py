@@ -1,4 +1,9 @@
-"""The verbs of the state: save, load, export. All ranks of an engine call them alike."""
+"""The verbs of the state: save, load, export. All ranks of an engine call them alike.
+
+[Note: imported on demand]
+What reads checkpoints imports torch.distributed.checkpoint, which takes a third of the time in
+which a rank starts. Most ranks never read any: `load` and `export` import it when they are called.
+"""
 
 import time
 from collections.abc import Mapping
@@ -13,14 +18,13 @@ import torch
 from rayzero.engine.assembly import Assembly
 from rayzero.engine.loss_scale import LossScale
 from rayzero.engine.shelf import memory_of
-from rayzero.engine.state import contents, loading
+from rayzero.engine.state import contents
 from rayzero.engine.state.agreement import AXES, notify, rank_of, together, world_of
-from rayzero.engine.state.export import write_export
+from rayzero.engine.state.extra import pack_extra
 from rayzero.engine.state.folders import begin
 from rayzero.engine.state.manifest import VERSION, Manifest
 from rayzero.engine.state.planning import Index, Plan, Planner, brought
 from rayzero.engine.state.saving import Payload, Save, stage, views_of
-from rayzero.engine.state.source import Source, open_source, pack_extra
 from rayzero.errors import CheckpointError
 from rayzero.records import Phase
 
@@ -63,11 +67,14 @@ class Checkpoints:
         allows missing and unexpected names and another optimizer. A file that turns out damaged
         while it is read raises DamagedCheckpointError and makes the trained weights NaN.
         """
+        # See [Note: imported on demand].
+        from rayzero.engine.state import loading
+
         self._settle()
         self._planner.forget()
         path, parts = Path(folder).absolute(), self._parts
         with torch.no_grad(), self._comm.ledger.during(Phase.CONTROL):
-            source, extra = together(self._comm, partial(_opened, path, rank_of(self._comm)))
+            source, extra = together(self._comm, partial(loading.opened, path, rank_of(self._comm)))
             match = loading.match_names(parts, source)
             loading.check_match(match, source, strict=strict)
             loading.read_into(parts, source, match)
@@ -80,6 +87,9 @@ class Checkpoints:
 
         Dtypes are those of training, a tensor cut by tp is whole, and a tied one is there once.
         """
+        # See [Note: imported on demand].
+        from rayzero.engine.state.export import write_export
+
         self._settle()
         with torch.no_grad(), self._comm.ledger.during(Phase.CONTROL):
             write_export(self._parts, Path(folder).absolute())
@@ -133,8 +143,3 @@ class Checkpoints:
             files=tuple(index.sizes.get(rank, 0) for rank in range(world_of(self._comm))),
             tensors=index.tensors,
         )
-
-
-def _opened(path: Path, rank: int) -> tuple[Source, Any]:
-    source = open_source(path)
-    return source, source.extra(rank)

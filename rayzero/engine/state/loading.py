@@ -8,6 +8,7 @@ weights. Parameters are then rounded from the master, as every step does.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from rayzero.engine.state.contents import (
     specs_of,
 )
 from rayzero.engine.state.manifest import dtype_named
-from rayzero.engine.state.source import Source
+from rayzero.engine.state.source import Source, open_source
 from rayzero.engine.state.spans import Spans, add_piece, add_whole, pieces_of
 from rayzero.engine.whole import buffers_of
 from rayzero.errors import CheckpointError
@@ -51,6 +52,12 @@ class Match:
     """Names whose saved shape is another."""
     other: list[str] = field(default_factory=list)
     """What else a strict load refuses."""
+
+
+def opened(path: Path, rank: int) -> tuple[Source, Any]:
+    """Open what is loaded from; return it with what this rank had asked to keep."""
+    source = open_source(path)
+    return source, source.extra(rank)
 
 
 def match_names(parts: Assembly, source: Source) -> Match:

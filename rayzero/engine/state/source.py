@@ -1,6 +1,5 @@
 """What is loaded from: a checkpoint of ours, or safetensors files of anybody's; read alike."""
 
-import io
 import itertools
 import json
 import pickle
@@ -14,6 +13,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from rayzero.engine.state.blocks import BlockReader
 from rayzero.engine.state.contents import WEIGHTS, key_of
+from rayzero.engine.state.extra import unpack_extra
 from rayzero.engine.state.folders import check, standing
 from rayzero.engine.state.manifest import NAME, Chunk, Manifest, Stored, extra_path, read_sums
 from rayzero.engine.state.reading import PackedReader, Reader, metadata_of
@@ -79,25 +79,6 @@ def open_source(folder: Path) -> Source:
         reader=PackedReader(folder, manifest),
         manifest=manifest,
     )
-
-
-def pack_extra(extra: Any) -> bytes:
-    """Return extra as bytes; raise CheckpointError for what only code could bring back."""
-    buffer = io.BytesIO()
-    try:
-        torch.save(extra, buffer)
-        unpack_extra(buffer.getvalue())
-    except Exception as error:
-        raise CheckpointError(
-            f"extra cannot be saved ({error}); it may hold tensors, numbers, strings, and lists, "
-            "tuples and dicts of them"
-        ) from error
-    return buffer.getvalue()
-
-
-def unpack_extra(raw: bytes) -> Any:
-    """Return what pack_extra packed."""
-    return torch.load(io.BytesIO(raw), weights_only=True)
 
 
 class SafetensorsReader:
