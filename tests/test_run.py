@@ -23,9 +23,9 @@ def cell(**changes: Any) -> CellConfig:
     return build(plain_config(cluster__ranks_per_node=2, **changes))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def runner() -> Iterator[CellRunner]:
-    """A runner whose ranks break at stage 1 only; its Ray is ended after the test."""
+    """A runner whose ranks break at stage 1 only."""
     runner = CellRunner(break_at_stage_1)
     yield runner
     runner.close()

@@ -2,12 +2,14 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rayzero.cluster.session import Session, open_session
+from rayzero.config.build import build
 from rayzero.errors import ConfigError
 from rayzero.records import Status
 from rayzero.report.matrix import MATRIX_FILE, read_matrix
@@ -20,6 +22,7 @@ from tests.tasks import break_at_stage_1, report_at_once
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 Plain = dict[str, Any]
+Sweep = Callable[..., tuple[list[float], Campaign]]
 
 
 def cell_of(output: Path, **changes: Any) -> Plain:
@@ -32,22 +35,39 @@ def cell_of(output: Path, **changes: Any) -> Plain:
     return dict(plain)
 
 
-def sweep(cells: Sequence[Plain], task: Any, **shared: Any) -> tuple[list[float], Campaign]:
-    """Run cells as Hydra would; return their objectives."""
-    campaign = Campaign(
-        {**cells[0], **shared}, many=True, command=["test"], runner=CellRunner(task)
-    )
-    with campaign:
-        campaign.expect(cells)
-        objectives = [campaign.run(cell) for cell in cells]
-    return objectives, campaign
+class LentRunner(CellRunner):
+    """A runner on a session that goes on after it."""
+
+    def __init__(self, session: Session, task: Any) -> None:
+        super().__init__(task)
+        self._session = session
+
+    def close(self) -> None:
+        """End the ranks alone."""
+        self.end_ranks()
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sweep]:
+    """Return what runs cells as Hydra would, and returns their objectives."""
+    cluster = build(cell_of(tmp_path_factory.mktemp("unused"))).cluster
+    with open_session(cluster) as session:
+
+        def run(cells: Sequence[Plain], task: Any) -> tuple[list[float], Campaign]:
+            runner = LentRunner(session, task)
+            campaign = Campaign(dict(cells[0]), many=True, command=["test"], runner=runner)
+            with campaign:
+                campaign.expect(cells)
+                return [campaign.run(cell) for cell in cells], campaign
+
+        yield run
 
 
 def statuses(folder: Path) -> dict[str, str]:
     return {row.cell: row.status for row in read_matrix(folder / MATRIX_FILE)}
 
 
-def test_every_cell_has_a_row_and_a_run_whatever_happened(tmp_path: Path) -> None:
+def test_every_cell_has_a_row_and_a_run_whatever_happened(sweep: Sweep, tmp_path: Path) -> None:
     cells = [
         cell_of(tmp_path, zero__stage=0),
         cell_of(tmp_path, zero__stage=1),
@@ -79,7 +99,9 @@ def test_every_cell_has_a_row_and_a_run_whatever_happened(tmp_path: Path) -> Non
     }
 
 
-def test_what_was_answered_is_not_run_again_and_what_failed_is(tmp_path: Path) -> None:
+def test_what_was_answered_is_not_run_again_and_what_failed_is(
+    sweep: Sweep, tmp_path: Path
+) -> None:
     cells = [cell_of(tmp_path, zero__stage=s, tracking__enabled=False) for s in (0, 1)]
     _, first = sweep(cells, break_at_stage_1)
     assert first.exit_code == 1
@@ -91,7 +113,9 @@ def test_what_was_answered_is_not_run_again_and_what_failed_is(tmp_path: Path) -
     assert set(statuses(tmp_path / "sweeps/custom/local").values()) == {Status.OK.value}
 
 
-def test_fail_fast_stops_after_the_first_failure_and_else_nothing_does(tmp_path: Path) -> None:
+def test_fail_fast_stops_after_the_first_failure_and_else_nothing_does(
+    sweep: Sweep, tmp_path: Path
+) -> None:
     def names(fail_fast: bool) -> list[str]:
         output = tmp_path / str(fail_fast)
         cells = [
@@ -106,7 +130,9 @@ def test_fail_fast_stops_after_the_first_failure_and_else_nothing_does(tmp_path:
     assert names(False) == ["s1_tp1_dp2_fp32", "s2_tp1_dp2_fp32"]
 
 
-def test_a_bad_value_ends_the_campaign_before_anything_is_made(tmp_path: Path) -> None:
+def test_a_bad_value_ends_the_campaign_before_anything_is_made(
+    sweep: Sweep, tmp_path: Path
+) -> None:
     cells = [cell_of(tmp_path), cell_of(tmp_path, data__global_batch="many")]
     with pytest.raises(ConfigError, match=r"data\.global_batch='many'"):
         sweep(cells, report_at_once)
