@@ -78,7 +78,7 @@ def test_an_interrupted_sweep_keeps_what_is_done_and_leaves_nothing_running(
 ) -> None:
     before = ray_processes()
     with subprocess.Popen(
-        [*COMMAND, "run.num_steps=40", "tracking=none"],
+        [*COMMAND, "run.num_steps=15", "cluster.ranks_per_node=2", "tracking=none"],
         cwd=tmp_path,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
