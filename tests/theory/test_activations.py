@@ -4,13 +4,17 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+import torch
 
-from rayzero.config.model import Checkpointing
+from rayzero.config.model import Checkpointing, Flavour, ModelConfig
+from rayzero.dist.storage_trace import StorageTrace
 from rayzero.errors import ConfigError
+from rayzero.models.transformer import Transformer
 from rayzero.studies.facts import Fact, read_facts
 from rayzero.theory.activations import (
     Layer,
     ends_activation_bytes,
+    kept_layer_bytes,
     layer_activation_bytes,
     layers_on_first_stage,
 )
@@ -94,3 +98,35 @@ def test_what_stands_outside_the_layers() -> None:
 def test_heads_that_tp_does_not_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match="tp=3 does not divide heads=16"):
         replace(ROW, tp=3)
+
+
+def held_after_forward(model: ModelConfig, dtype: torch.dtype, *, seq: int, batch: int) -> int:
+    """Bytes that a forward leaves for backward, whoever holds them."""
+    module = Transformer(model).to(dtype)
+    tokens = torch.zeros(batch, seq, dtype=torch.int64)
+    with StorageTrace([*module.parameters(), tokens], lambda: None) as trace:
+        loss = module(tokens, tokens)
+    assert loss.requires_grad
+    return sum(change.delta_bytes for change in trace.changes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("checkpointing", Checkpointing)
+@pytest.mark.parametrize("num_kv_heads", [None, 2])
+@pytest.mark.parametrize("flavour", Flavour)
+def test_a_layer_of_our_models_keeps_the_counted_bytes(
+    flavour: Flavour, num_kv_heads: int | None, checkpointing: Checkpointing, dtype: torch.dtype
+) -> None:
+    model = ModelConfig(
+        flavour=flavour, num_kv_heads=num_kv_heads, checkpointing=checkpointing, num_layers=1
+    )
+    one, two = (
+        held_after_forward(replace(model, num_layers=layers), dtype, seq=24, batch=2)
+        for layers in (1, 2)
+    )
+    assert two - one == kept_layer_bytes(model, seq=24, batch=2, itemsize=dtype.itemsize)
+
+
+def test_layers_whose_bytes_are_not_counted_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.dropout=0\.1 .*the dry run measures others"):
+        kept_layer_bytes(ModelConfig(dropout=0.1), seq=8, batch=1, itemsize=4)

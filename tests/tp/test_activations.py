@@ -1,7 +1,6 @@
 """What a layer keeps for backward is what the formula with t says, to the byte."""
 
 from dataclasses import replace
-from fractions import Fraction
 
 import pytest
 import torch
@@ -10,18 +9,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rayzero.config.model import Checkpointing
 from rayzero.dist.comm import Communicator
-from rayzero.theory.activations import Layer, layer_activation_bytes
+from rayzero.theory.activations import Layer, kept_layer_bytes, layer_activation_bytes
 from tests.ranks import Pools, RankContext
-from tests.tp.cases import SMALL, batch_of, cut_model
+from tests.tp.cases import MODELS, SMALL, batch_of, cut_model
 
 BATCH, SEQ = 3, 12
-CONFIG = replace(SMALL, ffn_hidden=4 * SMALL.hidden)
 
 
-def kept_bytes(context: RankContext, num_layers: int, sequence: bool) -> int:
+def kept_bytes(context: RankContext, name: str, num_layers: int, sequence: bool) -> int:
     """Sum the distinct storages that a forward keeps for backward, parameters aside."""
     comm = Communicator(context.mesh(tp=context.world))
-    config = replace(CONFIG, num_layers=num_layers)
+    config = replace(MODELS[name], num_layers=num_layers)
     model, _ = cut_model(config, torch.bfloat16, comm, sequence=sequence)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, Tensor] = {}
@@ -39,36 +37,37 @@ def kept_bytes(context: RankContext, num_layers: int, sequence: bool) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def layer_bytes(context: RankContext, sequence: bool) -> int:
+def layer_bytes(context: RankContext, name: str, sequence: bool) -> int:
     """Return what one more layer keeps."""
-    one, three = (kept_bytes(context, layers, sequence) for layers in (1, 3))
+    one, three = (kept_bytes(context, name, layers, sequence) for layers in (1, 3))
     return (three - one) // 2
 
 
-def formula_bytes(tp: int, sequence: bool) -> Fraction:
-    """Without scores, as fused attention keeps none; without the two masks, for want of dropout.
-
-    Beside it: mean and deviation of two norms, and in fp32 attention's logarithms of sums.
-    """
-    layer = Layer(
-        seq=SEQ,
-        batch=BATCH,
-        hidden=CONFIG.hidden,
-        heads=CONFIG.num_heads,
-        tp=tp,
-        sequence_parallel=sequence,
-        checkpointing=Checkpointing.SELECTIVE,
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", ["gpt2 tied", "llama grouped queries"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_layer_keeps_the_formulas_bytes(ranks: Pools, tp: int, name: str, sequence: bool) -> None:
+    formula = kept_layer_bytes(
+        MODELS[name], seq=SEQ, batch=BATCH, itemsize=2, tp=tp, sequence_parallel=sequence
     )
-    tokens = SEQ * BATCH
-    own = Fraction(tokens, tp) if sequence else Fraction(tokens)
-    masks, statistics = 2 * own * CONFIG.hidden, 4 * 2 * own
-    sums = 4 * tokens * Fraction(CONFIG.num_heads, tp)
-    return layer_activation_bytes(layer) - masks + statistics + sums
+    for found in ranks(tp)(layer_bytes, name, sequence):
+        assert found == formula
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_a_layer_keeps_the_formulas_bytes(ranks: Pools, tp: int, sequence: bool) -> None:
+def test_the_count_is_the_papers_less_masks_with_statistics(tp: int, sequence: bool) -> None:
     """Korthikanti et al., equations 2 and 4: 10 + 24/t, and with sequence parallelism 34/t."""
-    for found in ranks(tp)(layer_bytes, sequence):
-        assert found == formula_bytes(tp, sequence)
+    model = replace(SMALL, ffn_hidden=4 * SMALL.hidden)
+    shape = {"seq": SEQ, "batch": BATCH, "tp": tp, "sequence_parallel": sequence}
+    layer = Layer(
+        hidden=model.hidden,
+        heads=model.num_heads,
+        checkpointing=Checkpointing.SELECTIVE,
+        **shape,  # type: ignore[arg-type]
+    )
+    own = SEQ * BATCH // tp if sequence else SEQ * BATCH
+    masks, statistics = 2 * own * model.hidden, 4 * 2 * own
+    sums = 4 * SEQ * BATCH * model.num_heads // tp
+    paper = layer_activation_bytes(layer) - masks + statistics + sums
+    assert kept_layer_bytes(model, itemsize=2, **shape) == paper  # type: ignore[arg-type]
