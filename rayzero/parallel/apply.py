@@ -42,8 +42,8 @@ def apply(
     heads: which linears' outputs are heads; fewer heads than ranks stay whole on each rank.
     sequence: outside the split parts each rank has its own tokens. overlap: backward computes while
     it communicates; same bits either way. A parameter that two modules share is cut once and stays
-    shared. Raise ConfigError where a size does not divide, or a style
-    does not fit the module it names.
+    shared. Raise ConfigError where a size does not divide, or a style does not fit the module it
+    names.
     """
     if comm.size(AXIS) == 1:
         return {}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rayzero.dist.comm import Communicator
 from rayzero.parallel.entry import SharedEntry
-from rayzero.parallel.region import AXIS, begin_sum
+from rayzero.parallel.region import AXIS, sum_together
 from rayzero.parallel.stream import Stream
 
 
@@ -111,10 +111,7 @@ class WholeHeads(nn.Module):
         wholes = [grad.new_zeros(self.weight.shape[0], *grad.shape[1:]) for grad in of_rows]
         for whole, grad in zip(wholes, of_rows, strict=True):
             self.rows(whole).copy_(grad)
-        flat = torch.cat([whole.flatten() for whole in wholes])
-        summed = begin_sum(flat, self._comm, self._unit).wait()
-        parts = torch.split(summed, [whole.numel() for whole in wholes])
-        return [part.view_as(whole) for part, whole in zip(parts, wholes, strict=True)]
+        return sum_together(wholes, self._comm, self._unit)
 
 
 class VocabEmbedding(nn.Module):

@@ -17,7 +17,7 @@ entry gathers once more in backward. Its transfers are begun here and waited for
 B batch (any dims before the tokens), T tokens, D hidden; t tp ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -98,6 +98,14 @@ def enter_together(
     return entered
 
 
+def sum_together(tensors: Sequence[Tensor], comm: Communicator, unit: str) -> list[Tensor]:
+    """Sum several tensors over the tp ranks in one all-reduce; theirs stay as they are."""
+    summed = torch.cat([tensor.flatten() for tensor in tensors])
+    comm.all_reduce(summed, axis=AXIS, unit=unit)
+    parts = torch.split(summed, [tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 def scatter(partial_BTD: Tensor, comm: Communicator, unit: str) -> Tensor:
     """Sum the tp ranks' partial results, of which each rank keeps its tokens."""
     own: Tensor = _Scatter.apply(partial_BTD, comm, unit)  # type: ignore[no-untyped-call]
@@ -129,10 +137,7 @@ class _EnterTogether(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        summed = torch.cat([grad.flatten() for grad in grads])
-        ctx.comm.all_reduce(summed, axis=AXIS, unit=ctx.unit)
-        parts = torch.split(summed, [grad.numel() for grad in grads])
-        return (None, None, *(p.view(g.shape) for p, g in zip(parts, grads, strict=True)))
+        return (None, None, *sum_together(grads, ctx.comm, ctx.unit))
 
 
 class _Scatter(torch.autograd.Function):
