@@ -50,6 +50,7 @@ class FlatOptimizer:
         self._num_writes = [flat.num_writes for flat in flats]
         self._watched = [flat for flat in flats if self.has_copy(flat) and not flat.sharded]
         device = flats[0].whole.device if flats else None
+        self._places = {flat.layout.index: place for place, flat in enumerate(self._watched)}
         self.sums = torch.zeros(len(self._watched), dtype=torch.int64, device=device)
         """Of the bits of each watched flat's part, as the optimizer left them."""
         self._written: list[Flat] = []
@@ -228,8 +229,9 @@ class FlatOptimizer:
                 self._remember(flat)
 
     def _remember(self, flat: Flat) -> None:
-        if flat in self._watched:
-            self.sums[self._watched.index(flat)] = _sum_of(self._part(flat))
+        place = self._places.get(flat.layout.index)
+        if place is not None:
+            self.sums[place] = _sum_of(self._part(flat))
 
     def _adopt_writes(self, flat: Flat) -> None:
         # Elements that still are their master's rounding keep the master's precision.
